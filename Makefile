@@ -95,7 +95,7 @@ lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
 	$(BIN)/jupyter lab --notebook-dir . notebooks/01_build.ipynb
 
 submit: $(INSTALLED)  ## the notebooks as Slurm jobs (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
-	@$(BIN)/workbook submit notebooks --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
+	@$(BIN)/workbook submit --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 
 status: $(INSTALLED)  ## the jobs that were submitted: state, last line of the log, loss

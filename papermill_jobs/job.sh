@@ -66,7 +66,7 @@ is_to_resume() {
 # A process for each task of srun; or, with one task a node, torchrun's for each GPU. A step may have fewer nodes than its job.
 export_rendezvous() {
   local name tasks=${SLURM_NTASKS:-1} gpus=${SLURM_GPUS_ON_NODE:-1}
-  for name in SLURM_JOB_ID SLURM_NTASKS SLURM_GPUS_ON_NODE SLURM_NODEID GPUS \
+  for name in SLURM_JOB_ID SLURM_NTASKS SLURM_GPUS_ON_NODE SLURM_NODEID \
     SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES SLURM_NNODES; do # bash runs the command in HOME[$(command)0] if it computes
     if [[ ! ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]]; then
       printf 'lmcore: %s must be a whole number, not %q.\n' "$name" "${!name}" >&2

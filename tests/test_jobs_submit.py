@@ -1,6 +1,5 @@
 """`workbook submit`: what is asked of Slurm, and what it does where Slurm refuses."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,7 @@ def refusal(capsys, *arguments: object) -> str:
 
 
 def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys):
-    assert main(["submit", "notebooks", "--out", "runs/it"]) == 0
+    assert main(["submit", "--out", "runs/it"]) == 0
     out = project / "runs" / "it"
     names = ["02_train", "03_generate", "04_benchmark", "writeup"]
     told = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]]
@@ -82,26 +81,27 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys
     calls = slurm.called("sbatch")
     assert calls[1] == (
         f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL "
-        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch --no-writeup"
+        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch "
+        "--no-writeup --notebooks 03_generate"
     )
     assert " --dependency=afterany:101:102:103 " in calls[3]
     assert calls[3].endswith(" papermill_jobs/writeup.sbatch")
-    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"}
+    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}"}
     assert variables <= {*slurm.environment("03_generate")}
     assert [*submitted(out).values()] == ["101", "102", "103", "104"]
     assert [(record.name, record.state) for record in read_records(out)] == [(name, "not run") for name in names[:3]]
-    assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "notebooks", "--out", "runs/it")
+    assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "--out", "runs/it")
     slurm.queue.unlink()
-    assert main(["submit", "notebooks", "--out", "runs/it"]) == 0
+    assert main(["submit", "--out", "runs/it"]) == 0
 
 
 def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, monkeypatch):
     own = parameters('scale = "smoke"\ndata = "embedded"\nout = "../runs"\nwidth = 1')
     monkeypatch.chdir(job_project(tmp_path / "project", _01_a=[parameters(), code("1")], _02_b=[own, code("1")]))
-    assert main(["submit", "notebooks", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
+    assert main(["submit", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
     first, second = slurm.called("sbatch")
-    assert first.endswith(" --no-writeup --parameters steps=7 rates=[0.5, 1.0]")
-    assert second.endswith(" --no-writeup --parameters width=2")
+    assert first.endswith(" --no-writeup --notebooks 01_a --parameters steps=7 rates=[0.5, 1.0]")
+    assert second.endswith(" --no-writeup --notebooks 02_b --parameters width=2")
 
 
 WRONG = {
@@ -122,14 +122,14 @@ def test_sites_are_checked(tmp_path, text):
 def test_the_answer_of_sbatch(slurm, project, monkeypatch, capsys):
     """An id is found in any line; an answer without one, or none at all, is one sentence."""
     monkeypatch.setenv("ANSWER", "Welcome to 3\\nSubmitted batch job %s\\nBye")
-    assert main(["submit", "notebooks", "--notebooks", "04", "--no-writeup", "--out", "runs/it"]) == 0
+    assert main(["submit", "--notebooks", "04", "--no-writeup", "--out", "runs/it"]) == 0
     assert submitted(project / "runs" / "it") == {"04_benchmark": "101"}
     capsys.readouterr()
     monkeypatch.setenv("ANSWER", "Submitted")
-    assert "sbatch gave no job id" in refusal(capsys, "notebooks")
+    assert "sbatch gave no job id" in refusal(capsys)
     monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
     command(slurm.bin, "sbatch", "exec sleep 60")
-    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "notebooks")
+    assert "sbatch: no answer within 0.5 s." in refusal(capsys)
 
 
 SITE = """
@@ -150,7 +150,7 @@ jobs: {02_train: {mem: 64G, time: 1-0}, writeup: {gres: none}}
 def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project, tmp_path):
     site = tmp_path / "site.yaml"
     site.write_text(SITE)
-    assert main(["submit", "notebooks", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
+    assert main(["submit", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
     train, writeup = slurm.called("sbatch")
     wanted = "--account=lab --gres=gpu:a40:1 --time=1-0 --mail-type=END,FAIL --signal=B:USR1@60 --mem=64G --time=30"
     assert f" {wanted} papermill_jobs/workbook.sbatch " in train
@@ -162,7 +162,7 @@ def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project,
 
 def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypatch, capsys):
     monkeypatch.setenv("REFUSED", "04_benchmark")
-    said = refusal(capsys, "notebooks")
+    said = refusal(capsys)
     assert said.startswith("workbook: sbatch: Batch job submission failed: Invalid partition name specified. What your")
     assert slurm.called("scancel") == ["101 102"]
     assert not submitted(project / "runs" / "smoke")
@@ -172,47 +172,14 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
     """sbatch hands on its environment, and a task's number would give the new jobs another name."""
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_MEM_PER_CPU", "MASTER_ADDR", "SLURM_CONF"):
         monkeypatch.setenv(name, "of the job around")
-    assert main(["submit", "notebooks", "--notebooks", "04", "--no-writeup"]) == 0
+    assert main(["submit", "--notebooks", "04", "--no-writeup"]) == 0
     handed_on = [line for line in slurm.environment("04_benchmark") if "of the job around" in line]
     assert handed_on == ["SLURM_CONF=of the job around"]
 
 
-# ---- training runs
-
-
-def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
-    run, site = tmp_path / "run", tmp_path / "site.yaml"
-    site.write_text("gres: gpu:a40:1\nmem: 32G\njobs: {train: {time: '02:00:00'}}\n")
-    words = ["submit", "train", "--run", run, "--strategy", "fsdp", "--gpus", 8, "--nodes", 2, "--site", site]
-    words = [*map(str, words), "--dry-run"]
-    assert main([*words, "--batch-size", "64"]) == 0
-    said = capsys.readouterr().out.split()
-    wanted = {"--gres=gpu:a40:8", "--nodes=2", "--ntasks-per-node=8", "--mem=32G", "--time=02:00:00", f"RUN={run}"}
-    assert wanted <= {*said}
-    assert said[-1] == "papermill_jobs/train.sbatch"
-    assert not run.exists()
-    assert main([*words, "--device", "cpu"]) == 0
-    assert "--gres=none" in capsys.readouterr().out
-
-
-REFUSED = [
-    (("--gpus", 2), "2 processes need a way to divide the work: add --strategy ddp, zero1 or fsdp."),
-    (("--gpus", 2, "--nodes", 3, "--strategy", "ddp"), "batch_size (32) must divide by 6 processes."),
-    (("--gpus", 0), "--gpus and --nodes must be at least 1."),
-]
-
-
-@pytest.mark.parametrize(("words", "sentence"), REFUSED)
-def test_a_training_run_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, capsys, words, sentence):
-    assert sentence in refusal(capsys, "train", "--run", tmp_path / "run", *words, "--dry-run")
-
-
-def test_the_settings_are_those_of_the_moment_of_submission(slurm, project, monkeypatch, capsys):
-    words = ["--run", "run", "--batch-size", "4", "--gpus", "2", "--strategy", "zero1"]
-    assert main(["submit", "train", *words]) == 0
-    settings = project / "run" / "jobs" / "config.json"
-    assert {f"CONFIG={settings}", f"RUN={project / 'run'}", "GPUS=2"} <= {*slurm.environment("run")}
-    assert json.loads(settings.read_text())["batch_size"] == 4
-    monkeypatch.setenv("PATH", "/usr/bin/nothing")
-    capsys.readouterr()
-    assert "There is no sbatch here; without Slurm, `workbook run`" in refusal(capsys, "train", *words)
+def test_without_slurm_there_is_a_sentence(project, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(project))
+    assert "There is no sbatch here; without Slurm, `workbook run` does the same." in refusal(capsys)
+    assert main(["submit", "--dry-run"]) == 0
+    assert "sbatch --job-name=02_train" in capsys.readouterr().out
+    assert not (project / "runs").exists()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 def submit(cluster, project: Path, *words: object) -> dict[str, str]:
     """Submits, and returns the jobs' ids by name."""
-    lines = cluster.run("workbook", "submit", "notebooks", *words, cwd=project).stdout.splitlines()
+    lines = cluster.run("workbook", "submit", *words, cwd=project).stdout.splitlines()
     return {line.split()[1]: line.split()[0] for line in lines if line[0].isdigit()}
 
 
@@ -52,7 +52,7 @@ def test_submitted_twice_then_cancelled(cluster, tmp_path):
     jobs, out = submit(cluster, project), project / "runs" / "smoke"
     job, record = jobs["02_train"], out / "notebooks" / "02_train.json"
     cluster.wait_until((out / "02_train.txt").exists, "the notebook ran", job=job)
-    refused = cluster.run("workbook", "submit", "notebooks", cwd=project, check=False)
+    refused = cluster.run("workbook", "submit", cwd=project, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "are still queued or running (" in refused.stderr
     rows = [row[:3] + row[4:] for row in shown(cluster, project)]

@@ -1,4 +1,4 @@
-"""`workbook submit train` on a real Slurm: two nodes with gloo, stopped by a signal, queued again, a rank that dies."""
+"""`train.sbatch` on a real Slurm: two nodes with gloo, stopped by a signal, queued again, a rank that dies."""
 
 import os
 import signal
@@ -24,12 +24,11 @@ def settings(tiny_run, tmp_path_factory) -> Path:
     return file
 
 
-def submit(cluster, settings: Path, run: Path, *options: object) -> str:
-    """Submits a run; returns the job's id."""
-    site = run.with_suffix(".yaml")  # the names of nodes do not resolve here, nor does the host's own
-    site.write_text('environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}\n')
-    words = ["submit", "train", "--run", run, "--config", settings, "--site", site, *options]
-    return cluster.run("workbook", *words, cwd=PROJECT).stdout.split()[0]
+def submit(cluster, settings: Path, run: Path, size: list, *options: object) -> str:
+    """Submits a run; returns the job's id. The names of nodes do not resolve here, nor does the host's own."""
+    variables = {"OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "RUN": run}
+    asked, words = ["--gres=none", f"--output={run}.log", *size], ["--config", settings, *options]
+    return cluster.sbatch("papermill_jobs/train.sbatch", *words, options=asked, cwd=PROJECT, **variables)
 
 
 def lines(run: Path) -> int:
@@ -40,8 +39,8 @@ def lines(run: Path) -> int:
 def test_two_nodes_train_and_go_on_after_a_signal(cluster, settings, tmp_path):
     """With sharded weights; the run is interrupted, queued again, and ends."""
     run, steps = tmp_path / "run", 400
-    options = ("--nodes", 2, "--gpus", 1, "--strategy", "fsdp", "--checkpoints", "sharded", "--steps", steps)
-    job = submit(cluster, settings, run, *options)
+    options = ("--strategy", "fsdp", "--checkpoints", "sharded", "--steps", steps)
+    job = submit(cluster, settings, run, ["--nodes=2", "--ntasks-per-node=1"], *options)
     cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait(job, "COMPLETED", timeout=400)
@@ -64,7 +63,8 @@ def test_each_task_knows_its_place(cluster, tmp_path):
 
 def test_a_rank_that_dies_ends_the_job(cluster, settings, tmp_path):
     run = tmp_path / "run"
-    job = submit(cluster, settings, run, "--nodes", 2, "--gpus", 2, "--strategy", "zero1", "--steps", 100_000)
+    size = ["--nodes=2", "--ntasks-per-node=2"]
+    job = submit(cluster, settings, run, size, "--strategy", "zero1", "--steps", 100_000)
     cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
     ranks = {}
     for process in psutil.process_iter(["pid", "cmdline"]):
