@@ -1,11 +1,8 @@
 """What a device can do at best, by measurement: a large matmul, and a large copy (the roofline's two roofs)."""
 
-from pathlib import Path
-
 import torch
 
-from lmcore.device import autocast, select_device, set_matmul_precision
-from lmcore.profiling.cases import WorkloadConfig
+from lmcore.device import autocast, set_matmul_precision
 from lmcore.profiling.timing import Timer
 
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 512}
@@ -40,8 +37,3 @@ def peak_rates(device: torch.device, precision: str) -> dict[str, float]:
         "peak_flops_per_second": matmul_rate(device, precision, timer),
         "peak_bytes_per_second": copy_rate(device, timer),
     }
-
-
-def device_peak_rates(config: WorkloadConfig, folder: Path) -> dict[str, float]:
-    """`peak_rates` of the case's precision: a task of `lmcore.profiling.runner.run_cases`."""
-    return peak_rates(select_device(config.device)[0], config.precision)
