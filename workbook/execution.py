@@ -93,6 +93,7 @@ def _run(
                 language="python",
                 cwd=source.parent,
                 coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
+                stdout_file=sys.stdout,  # how far training is, for the terminal and the log of a job
                 on_cell_execute=begin_cell,
             )
     except Exception as error:

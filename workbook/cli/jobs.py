@@ -59,7 +59,7 @@ def submit(
 
 
 def status(outs: Folders = ()) -> int:
-    """Show the jobs of output folders: squeue's lines, what they printed last, and step and loss of training.
+    """Show the jobs of output folders: squeue's lines, and what they printed last, such as step and loss of training.
 
     Args:
         outs: Output folders (default: all in runs/ that have jobs).

@@ -1,12 +1,10 @@
-"""`workbook status`: the jobs of output folders by squeue and sacct, what they print, and the last line of metrics."""
+"""`workbook status`: the jobs of output folders by squeue and sacct, and what they printed last."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lmcore.errors import UserError
-from lmcore.files import read_json
 from workbook.jobs.slurm import call, queue
 from workbook.jobs.submit import submitted
 from workbook.notebook import ANSI_ESCAPE
@@ -20,14 +18,13 @@ TAIL_BYTES = 1 << 16
 
 
 def status(outs: Sequence[Path]) -> str:
-    """The jobs of the output folders and the training runs that go on there, as text for the terminal."""
+    """The jobs of the output folders, as text for the terminal."""
     lines = []
     for out in outs:
         ids = [*submitted(out).values()]
         lines += ["", str(out), *table(ids)]
         logs = [log for id in ids for log in sorted((out / "jobs").glob(f"*-{id}[._]*"))]
         lines += [f"  {log.name}: {words}" for log in logs if (words := last_line(log))]
-        lines += [f"  training {words}" for words in training(out)]
     return "\n".join(lines).strip()
 
 
@@ -50,16 +47,3 @@ def last_line(log: Path) -> str:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         text = ANSI_ESCAPE.sub("", file.read().decode(errors="replace")).replace("\r", "\n")
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
-
-
-def training(out: Path) -> list[str]:
-    """Name, step and loss of each training run below the folder that goes on."""
-    found = []
-    for file in sorted(out.rglob("metrics.jsonl")):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # a process writes them at this moment
-            line = json.loads(file.read_text().rpartition("\n")[0].splitlines()[-1])
-            status, config = (read_json(file.with_name(f"{name}.json")) for name in ("status", "config"))
-            if status["state"] == "running":
-                steps = f"{line['step']:,}/{config['steps']:,}"
-                found.append(f"{file.parent.name}: step {steps}, loss {line['train_loss']:.3f}")
-    return found
