@@ -46,13 +46,3 @@ def sbatch(arguments: Sequence[str], project: Path, environment: Mapping[str, st
     found = re.search(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?\s*$", answer, re.MULTILINE)  # sites add lines to it
     require(found is not None, f"sbatch gave no job id, but {answer.strip()!r}.")
     return found[1]
-
-
-def queue(jobs: Sequence[str], *options: str) -> str:
-    """What squeue prints of those of these jobs that it knows. Raises `UserError` where Slurm does not answer."""
-    try:
-        return call("squeue", *options, f"--jobs={','.join(jobs)}") if jobs else ""
-    except UserError as error:
-        if "Invalid job id" not in str(error):  # that is what it says where it knows none of them
-            raise
-        return ""

@@ -5,11 +5,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmcore.errors import UserError
-from workbook.jobs.slurm import call, queue
+from workbook.jobs.slurm import call
 from workbook.jobs.submit import submitted
 from workbook.notebook import ANSI_ESCAPE
 
-QUEUED = ("--states=all", "--format=%.18i %.20j %.13T %.11M  %R")
+QUEUED = ("--me", "--states=all", "--format=%.18i %.20j %.13T %.11M  %R")
 FORGOTTEN = ("--noheader", "--allocations", "--format=JobID%18,JobName%20,State%13,Elapsed%11")
 """Options of squeue and sacct for the same columns."""
 
@@ -31,10 +31,11 @@ def status(outs: Sequence[Path]) -> str:
 def table(ids: Sequence[str]) -> list[str]:
     """squeue's own lines on these jobs, then, where there is accounting, sacct's on those that it has forgotten."""
     try:
-        lines = queue(ids, *QUEUED).splitlines()
+        lines = call("squeue", *QUEUED).splitlines()
     except UserError as error:
         return [f"  Slurm does not answer ({str(error).rstrip('.')}): the states are unknown."]
-    known = {line.split()[0].partition("_")[0] for line in lines if line.strip()}
+    known = {line.split()[0]: line for line in lines if line.strip()}
+    lines = [*lines[:1], *(known[id] for id in ids if id in known)]
     with suppress(UserError):  # many sites have no accounting
         if forgotten := [id for id in ids if id not in known]:
             lines += call("sacct", *FORGOTTEN, f"--jobs={','.join(forgotten)}").splitlines()

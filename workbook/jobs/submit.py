@@ -90,9 +90,9 @@ class Chain:
         """
         earlier, ids = submitted(self.out), dict[str, str]()
         before = [earlier[job.name] for job in self.jobs if job.name in earlier]
-        active = ", ".join(slurm.queue(before, "--noheader", "--format=%i").split())
-        busy = f"Jobs of {self.out} are still queued or running ({active}): wait for them, or cancel them with scancel."
-        require(not active, busy)
+        active = [id for id in slurm.call("squeue", "--me", "--noheader", "--format=%A").split() if id in before]
+        still = f"Jobs of {self.out} are still queued or running ({', '.join(active)})"
+        require(not active, f"{still}: wait for them, or cancel them with scancel.")
         # the `workbook` of this process is the jobs' too
         environment = slurm.outside_of_jobs() | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
         try:
