@@ -75,6 +75,20 @@ def test_ranges_of_a_real_record_are_added_up():
         pd.testing.assert_series_equal(passes.groupby("category")["seconds"].sum(), expected)
 
 
+def test_parts_of_attention_are_those_of_an_inference():
+    """A training step has ranges of the same names."""
+    names, cells = {"pd": pd, "np": np, "require": require}, cells_of("05_nsys")
+    for cell in ("nsys-passes", "nsys-shares", "nsys-work", "nsys-032"):
+        exec(cells[cell], names)
+    names["configurations"] = lambda runs: pd.DataFrame([dict.fromkeys(names["CASE"], "a")])
+    trace = read_export(H200)
+    found = {"inference": summary(trace, "inference"), "training": summary(trace, "training step")}
+    whole = pd.DataFrame(found["inference"]["categories"])
+    whole = whole[whole["path"].str.endswith("/scaled dot product attention")]["seconds"].sum()
+    parts = names["attention_times"]({"a": {"result": found}})
+    assert parts["seconds"].sum() == pytest.approx(whole)
+
+
 def test_the_settings_of_the_bounds_are_the_sizes_that_they_name():
     """`xl` is the model of 2025; the handout of 2026 asks for its own."""
     names = {"np": np}
