@@ -57,7 +57,7 @@ def test_on_a_gpu_settings_are_the_handouts():
         "03_generate": {"max_new_tokens": 256},
         "04_benchmark": {"batch_size": 4, "vocab_size": 10_000, "warmup_steps": 5, "steps": 10},
         "06_memory": {"vocab_size": 10_000, "contexts": [128, 256, 512, 2048]},
-        "08_experiments": {"max_new_tokens": 256},
+        "08_experiments": {"seeds": [0, 1, 2], "leaderboard_trial": {"recipe": "leaderboard", "steps": 1800}},
         "09_distributed": {"vocab_size": 10_000, "context_length": 512},
     }.items():
         assert {name: found[notebook][name] for name in asked} == asked
@@ -87,6 +87,7 @@ def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
     def resolved(documents: int, **more: str) -> dict:
         (tmp_path / "train.txt").write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
         given = {key: str(tmp_path), "tokenizer": "bpe:257"} | more
+        given |= {"web_tokenizers": ["bpe:257"]} if key == "web" else {}
         return resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", given, {})
 
     for least in (3, 2):  # without and with a file for validation
