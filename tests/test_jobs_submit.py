@@ -72,7 +72,8 @@ def refusal(capsys, *arguments: object) -> str:
     return said.err
 
 
-def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys):
+def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, monkeypatch, capsys):
+    monkeypatch.setenv("NOTEBOOKS", "02 03 04")  # as make hands it on
     assert main(["submit", "--out", "runs/it"]) == 0
     out = project / "runs" / "it"
     names = ["02_train", "03_generate", "04_benchmark", "writeup"]
@@ -81,12 +82,11 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys
     calls = slurm.called("sbatch")
     assert calls[1] == (
         f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL "
-        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch "
-        "--no-writeup --notebooks 03_generate"
+        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch --no-writeup"
     )
     assert " --dependency=afterany:101:102:103 " in calls[3]
     assert calls[3].endswith(" papermill_jobs/writeup.sbatch")
-    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}"}
+    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"}
     assert variables <= {*slurm.environment("03_generate")}
     assert [*submitted(out).values()] == ["101", "102", "103", "104"]
     assert [(record.name, record.state) for record in read_records(out)] == [(name, "not run") for name in names[:3]]
@@ -100,8 +100,8 @@ def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, mon
     monkeypatch.chdir(job_project(tmp_path / "project", _01_a=[parameters(), code("1")], _02_b=[own, code("1")]))
     assert main(["submit", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
     first, second = slurm.called("sbatch")
-    assert first.endswith(" --no-writeup --notebooks 01_a --parameters steps=7 rates=[0.5, 1.0]")
-    assert second.endswith(" --no-writeup --notebooks 02_b --parameters width=2")
+    assert first.endswith(" --no-writeup --parameters steps=7 rates=[0.5, 1.0]")
+    assert second.endswith(" --no-writeup --parameters width=2")
 
 
 WRONG = {

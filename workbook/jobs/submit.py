@@ -1,7 +1,7 @@
 """`workbook submit`: a job of Slurm for each notebook, and one for the writeup.
 
 The scripts in papermill_jobs/ are submitted as they stand. What a site changes goes on the command line of sbatch,
-before which a script's own options give way; what all jobs have in common goes into their variables.
+before which a script's own options give way; what a job is to do goes into its variables.
 """
 
 import os
@@ -38,6 +38,11 @@ class Job:
     even_if_failed: bool = False
     """Whether it runs, too, when one of these jobs has failed."""
 
+    @property
+    def notebook(self) -> str:
+        """The notebook that it executes, if it does."""
+        return self.name if self.script == "workbook" else ""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -71,8 +76,9 @@ class Chain:
 
     def variables(self, job: Job) -> dict[str, str]:
         """What is added to the environment of sbatch."""
-        settings, common = self.settings(job), {"SCALE": self.scale, "DATA": self.data, "OUT": str(self.out)}
-        return settings.get("environment", {}) | {"LMCORE_SETUP": settings.get("setup", "")} | common
+        settings = self.settings(job)
+        task = {"SCALE": self.scale, "DATA": self.data, "OUT": str(self.out), "NOTEBOOKS": job.notebook}
+        return settings.get("environment", {}) | {"LMCORE_SETUP": settings.get("setup", "")} | task
 
     def described(self) -> str:
         """The commands that submit the jobs, as one would type them, with names in place of ids."""
@@ -98,7 +104,7 @@ class Chain:
         try:
             write_json(self.out / SUBMITTED, earlier)  # the folder of their logs
             # a writeup names them all
-            plan(self.out, self.scale, self.data, [job.name for job in self.jobs if job.script == "workbook"])
+            plan(self.out, self.scale, self.data, [job.notebook for job in self.jobs if job.notebook])
             for job in self.jobs:
                 ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, environment | self.variables(job))
             write_json(self.out / SUBMITTED, earlier | ids)
@@ -124,7 +130,7 @@ def chain(
     names, jobs = tuple(path.stem for path in paths), []
     for name in names:
         own = [pair for pair in parameters if pair.partition("=")[0] in resolved[name]]
-        words = ["--no-writeup", "--notebooks", name, *(["--parameters", *own] if own else [])]
+        words = ["--no-writeup", *(["--parameters", *own] if own else [])]
         after = tuple(other for other in names if other == NEEDS.get(name))
         jobs.append(Job(name, "workbook", tuple(words), after))
     if writeup:
