@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from model_reference import reference_attention, reference_logits
 
 from lmcore.config import ModelConfig
 from lmcore.files import read_json
 from lmcore.model import TransformerLM
-from workbook.reference import reference_attention, reference_logits
 
 D, HEADS, FF, SEQ, THETA = 16, 4, 24, 10, 10_000.0
 

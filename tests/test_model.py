@@ -1,4 +1,4 @@
-"""The model's modules against PyTorch's own and a second, independently written model (workbook.reference)."""
+"""The model's modules against PyTorch's own and a second, independently written model (model_reference)."""
 
 import copy
 import itertools
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_reference import reference_logits
 
 from lmcore.config import ModelConfig, model_config, replace
 from lmcore.errors import UserError
@@ -22,7 +23,6 @@ from lmcore.model import (
     causal_mask,
     sinusoidal_positions,
 )
-from workbook.reference import reference_logits
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [

@@ -1,4 +1,4 @@
-"""The same model a second time, from PyTorch's own parts: what `lmcore.model` is held against in tests and notebooks.
+"""The same model a second time, from PyTorch's own parts: what tests hold `lmcore.model` against.
 
 It shares nothing with the model but its weights: `torch.nn.functional` computes, and RoPE multiplies complex numbers.
 """
