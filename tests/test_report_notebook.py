@@ -7,7 +7,7 @@ import pytest
 from IPython.display import SVG
 from matplotlib.figure import Figure
 
-from workbook.report.figures import Picture, save_figure, use_style
+from workbook.report.figures import Picture, label_ends, save_figure, use_style
 from workbook.report.notebook import quote, start, token_label
 
 
@@ -64,3 +64,17 @@ def test_a_figure_is_the_same_file_each_time_and_shown_as_it_is_saved_with_its_c
 @pytest.mark.parametrize(("text", "label"), [(" the", "␣the"), ("\n", "\\n"), ("é", "é"), ("😀", "\\U0001f600")])
 def test_token_labels_show_what_cannot_be_seen(text, label):
     assert token_label(text) == label
+
+
+def test_names_at_the_ends_of_lines_are_apart_and_within_the_axes():
+    figure, ax = plt.subplots()
+    for value in (1, 900, 1000):
+        ax.plot([0, 1], [1, value])
+    ax.set(yscale="log")
+    label_ends(ax, {"low": (1, "C0"), "lost": (float("nan"), "C3"), "high": (900, "C1"), "top": (1000, "C2")})
+    places = {text.get_text(): text.xy[1] for text in ax.texts}
+    plt.close(figure)
+    low, high, top = places.values()
+    assert [*places] == ["low", "high", "top"]
+    assert low < 0.1
+    assert (high, top) == pytest.approx((0.89, 1.0))

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+import pandas as pd
+>>>>>>> 31926fc (09: figures labelled at their lines that state a finding, tables in one unit, answers in the asked length)
 import seaborn
 from IPython.display import SVG
 from matplotlib.figure import Figure
@@ -67,3 +70,17 @@ class Picture(SVG):
         shown = re.sub(r"`([^`]*)`", r"<code>\1</code>", words)
         picture = f'<img alt="{words}" src="data:image/svg+xml;base64,{encoded}">'
         return f"<figure style='margin: 0.5em 0'>{picture}<figcaption><em>Figure.</em> {shown}</figcaption></figure>"
+
+
+def label_ends(ax: Axes, ends: Mapping[str, tuple[float, Any]]) -> None:
+    """Names beside the right ends of lines, moved apart where they would overlap; to be called when all is drawn.
+
+    `ends` has the last value and the color of each line by its name; a value that is NaN has no label.
+    """
+    ax.autoscale_view()  # to the limits that the figure will have
+    gap, lowest, left = 0.11, -np.inf, ax.get_xlim()[0]
+    named = sorted((value, name, color) for name, (value, color) in ends.items() if np.isfinite(value))
+    for index, (value, name, color) in enumerate(named, 1):
+        height = ax.transAxes.inverted().transform(ax.transData.transform((left, value)))[1]
+        lowest = min(max(height, lowest + gap), 1 - gap * (len(named) - index))  # the topmost within the axes
+        ax.annotate(name, (1.02, lowest), xycoords="axes fraction", color=color, va="center", fontsize=8)
