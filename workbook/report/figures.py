@@ -4,15 +4,15 @@ import base64
 import html
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
->>>>>>> 31926fc (09: figures labelled at their lines that state a finding, tables in one unit, answers in the asked length)
 import seaborn
 from IPython.display import SVG
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lmcore.files import atomic_write
