@@ -3,10 +3,12 @@
 import base64
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 from IPython.display import SVG
 from matplotlib.figure import Figure
 
+from workbook.report.answers import table
 from workbook.report.figures import Picture, label_ends, save_figure, use_style
 from workbook.report.notebook import quote, start, token_label
 
@@ -66,6 +68,7 @@ def test_token_labels_show_what_cannot_be_seen(text, label):
     assert token_label(text) == label
 
 
+from workbook.report.answers import table
 def test_names_at_the_ends_of_lines_are_apart_and_within_the_axes():
     figure, ax = plt.subplots()
     for value in (1, 900, 1000):

@@ -20,6 +20,9 @@ MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
 
 NOT_A_NUMBER = re.compile(r"\bnan\b%?")
 
+NUMBER = re.compile(r"–|[-+−±~]?[\d.,]+[\w.,\s×±%/()−–-]*")
+"""What a cell of a column of numbers is, with its unit."""
+
 BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
@@ -71,7 +74,7 @@ FORMATS = {
 
 
 def table(frame: pd.DataFrame, **formats: str | Callable[[Any], str]) -> Markdown:
-    """The frame as a table for people, without its index; missing values are "–".
+    """The frame as a table for people, without its index, numbers to the right; missing values are "–".
 
     `formats` say how a column is written: by a word of `FORMATS`, by a format as in `str.format` (".1%"), or by a
     function of the value. Other numbers are written as they are.
@@ -80,4 +83,6 @@ def table(frame: pd.DataFrame, **formats: str | Callable[[Any], str]) -> Markdow
     for name, form in formats.items():
         write = form if callable(form) else FORMATS.get(form, ("{:" + form + "}").format)
         shown[name] = [None if value is None else write(value) for value in shown[name]]
-    return Markdown(shown.fillna("–").to_markdown(index=False, disable_numparse=True))
+    shown = shown.fillna("–").astype(str)
+    sides = ["right" if shown[name].str.fullmatch(NUMBER).mean() > 0.5 else "left" for name in shown]
+    return Markdown(shown.to_markdown(index=False, disable_numparse=True, colalign=sides if len(shown) else None))

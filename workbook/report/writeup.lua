@@ -16,19 +16,10 @@ function Image(image)
   file:close()
 end
 
--- columns as wide as their content, those of numbers to the right; of the table of code, as is best for it
-local NUMBER = "^[-+−–±~]?[%d.,]+[%d.,%s×±%%%a/()−–-]*$"
-
+-- columns as wide as their content; of the table of code, as is best for it
 function Table(shown)
   for index, column in ipairs(shown.colspecs) do
-    local numbers = column[1] == "AlignDefault" or column[1] == "AlignLeft"
-    for _, body in ipairs(shown.bodies) do
-      for _, row in ipairs(body.body) do
-        local text = pandoc.utils.stringify(row.cells[index].contents)
-        numbers = numbers and (text:match(NUMBER) or text == "–" or text == "")
-      end
-    end
-    shown.colspecs[index] = { numbers and "AlignRight" or "AlignLeft", nil }
+    shown.colspecs[index] = { column[1], nil }
   end
   return shown
 end
