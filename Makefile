@@ -45,7 +45,7 @@ record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 in
 	@$(foreach name,$(filter-out $(RECORDED),$(NUMBERED)),echo '$(name) has no records in results/$(MACHINE) yet: it is left out.';)
 	@$(BIN)/workbook run --scale gpu --out runs/record --no-writeup \
 	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' --notebooks $(or $(strip $(NOTEBOOKS)),$(RECORDED))
-	@$(BIN)/workbook writeup runs/record --to writeup/$(MACHINE)
+	@$(BIN)/python results/publish.py runs/record writeup/$(MACHINE)
 	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
 

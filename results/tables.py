@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lmcore.formatting import format_bytes, format_significant
 from lmcore.profiling.readable import timed
 from lmcore.profiling.timing import comparable_seconds
 from workbook.parameters import PARAMETERS_FOLDER, read_mapping
-from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
+from workbook.report.coverage import DONE, OPEN, PARTLY, Answered, Problem, coverage
 from workbook.report.results import read_results
 from workbook.report.sizes import describe_size
 from workbook.report.wording import format_count, format_seconds
@@ -501,6 +501,30 @@ def covered() -> list[Problem]:
         for notebook, answers in read_json(H200 / "answers.json").items()
         for name, found in answers.items()
     )
+
+
+def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
+    """Problems of each handout by state, and in all."""
+    table: dict[str, dict[str, int]] = {}
+    for problem in problems:
+        row = table.setdefault(problem.handout, {DONE: 0, PARTLY: 0, OPEN: 0, "problems": 0})
+        row[problem.state] += 1
+        row["problems"] += 1
+    return table
+
+
+def coverage_markdown(problems: Iterable[Problem]) -> str:
+    """The table of docs/coverage.md: the counts, and each handout's problems with the notebook that answers them."""
+    problems = list(problems)
+    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
+    lines = ["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows]
+    for handout in dict.fromkeys(problem.handout for problem in problems):
+        lines += ["", f"## {handout}", "", "| problem | place | state | missing | notebook |", "|---|---|---|---|---|"]
+        for each in (problem for problem in problems if problem.handout == handout):
+            notebook = each.answers[-1].notebook if each.answers else ""
+            link = f"[{notebook}](../notebooks/{notebook}.ipynb)" if notebook else ""
+            lines.append(f"| `{each.name}` | {each.place} | {each.state} | {each.missing} | {link} |")
+    return "\n".join(lines)
 
 
 def answered() -> str:

@@ -179,7 +179,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
 
 def test_without_slurm_there_is_a_sentence(project, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(project))
-    assert "There is no sbatch here; without Slurm, `workbook run` does the same." in refusal(capsys)
+    assert "There is no sbatch here; without Slurm, --local runs the notebooks." in refusal(capsys)
     assert main(["submit", "--dry-run"]) == 0
     assert "sbatch --job-name=02_train" in capsys.readouterr().out
     assert not (project / "runs").exists()

@@ -68,7 +68,6 @@ def test_token_labels_show_what_cannot_be_seen(text, label):
     assert token_label(text) == label
 
 
-from workbook.report.answers import table
 def test_names_at_the_ends_of_lines_are_apart_and_within_the_axes():
     figure, ax = plt.subplots()
     for value in (1, 900, 1000):
@@ -81,3 +80,12 @@ def test_names_at_the_ends_of_lines_are_apart_and_within_the_axes():
     assert [*places] == ["low", "high", "top"]
     assert low < 0.1
     assert (high, top) == pytest.approx((0.89, 1.0))
+
+
+def test_columns_of_numbers_are_to_the_right():
+    frame = pd.DataFrame({"size": ["small", "xl"], "time": ["12.3 ms", "out of memory"], "share": [0.5, None]})
+    shown = table(frame.assign(context=["1,024", "2,048"]), share=".0%")
+    assert shown.data.splitlines()[1:] == [
+        "|:-------|:--------------|--------:|----------:|", "| small  | 12.3 ms       |     50% |     1,024 |",
+        "| xl     | out of memory |       – |     2,048 |",
+    ]  # fmt: skip

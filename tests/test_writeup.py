@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -20,7 +21,6 @@ from PIL import Image
 from lmcore import formatting
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
-from workbook import publish
 from workbook.notebook import CLEAN_METADATA
 from workbook.record import NotebookRecord, read_record, read_records, write_record
 from workbook.report import answers, coverage, wording
@@ -29,6 +29,10 @@ from workbook.report.writeup import HANDOUTS, provenance, spell_out, write_write
 from workbook.seal import SEAL, cell_hashes, seal
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "results"))
+import publish  # noqa: E402 - scripts beside the results
+import tables  # noqa: E402
+
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
 
 
@@ -324,8 +328,8 @@ def test_coverage_counts_parts_handouts_and_what_answers_lack():
     memory = [states[handout, "memory_profiling"] for handout in ("CSE599-O A1 part 2", "CS336 A2 2026")]
     assert memory == ["done", "partly"]
     row = "| `memory_profiling` | p. 9 | partly | (f) the viewer's pictures | [06_memory]"
-    assert row in coverage.coverage_markdown(found.values())
-    assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
+    assert row in tables.coverage_markdown(found.values())
+    assert tables.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
 
 
 def test_an_answer_for_one_handout_takes_the_place_of_the_one_for_all():

@@ -8,6 +8,7 @@ import tyro
 
 from lmcore.errors import require
 from workbook.parameters import find_project
+from workbook.run import run
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
 
@@ -22,6 +23,7 @@ def submit(
     site: Path | None = None,
     time: str | None = None,
     dry_run: bool = False,
+    local: bool = False,
 ) -> int:
     """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
 
@@ -38,7 +40,10 @@ def submit(
         site: What your cluster wants (default: papermill_jobs/site.yaml).
         time: Limit of each job, in place of the site's; a job that needs longer resumes in the next one.
         dry_run: Only show how the jobs would be submitted.
+        local: Run the notebooks here, one after the other, keeping those that are done.
     """
+    if local:
+        return run(scale, data, out, notebooks, parameters, resume=True, writeup=writeup)
     from workbook.jobs.site import load_site
     from workbook.jobs.submit import chain
 
@@ -52,7 +57,7 @@ def submit(
     if dry_run:
         print(jobs.described())
         return 0
-    require(shutil.which("sbatch") is not None, "There is no sbatch here; without Slurm, `workbook run` does the same.")
+    require(shutil.which("sbatch") is not None, "There is no sbatch here; without Slurm, --local runs the notebooks.")
     print("\n".join(f"{id}  {name}" for name, id in jobs.submit().items()))
     print(f"Their logs are in {out / 'jobs'}. To watch them: workbook status")
     return 0

@@ -9,20 +9,13 @@ import tyro
 from lmcore.errors import EXIT_FAILURE, require
 
 
-def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
+def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
     """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: a notebook lacks.
 
     Args:
         out: The workbook's folder.
         check: Only verify that PDFs, notebooks, results and runs fit together, and that nothing was changed by hand.
-        to: Also copy them into this folder, to be committed: with the figures, and the notebooks with their pictures.
     """
-    if to is not None:
-        from workbook.publish import publish
-
-        files = publish(out, to)
-        print(f"{to}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB.")
-        return 0
     if check:
         from workbook.report.verify import writeup_faults
 

@@ -91,27 +91,3 @@ def letter_and_course(part: str) -> tuple[str, str]:
     """Of a part such as "c, CS336", "A1" or "b": its letter, and the handouts that it is for ("": for all)."""
     letter, _, course = ("", "", part) if part in COURSES else part.partition(", ")
     return letter[:1], course if course in COURSES else ""
-
-
-def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
-    """Problems of each handout by state, and in all."""
-    table: dict[str, dict[str, int]] = {}
-    for problem in problems:
-        row = table.setdefault(problem.handout, {DONE: 0, PARTLY: 0, OPEN: 0, "problems": 0})
-        row[problem.state] += 1
-        row["problems"] += 1
-    return table
-
-
-def coverage_markdown(problems: Iterable[Problem]) -> str:
-    """The table of docs/coverage.md: the counts, and each handout's problems with the notebook that answers them."""
-    problems = list(problems)
-    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
-    lines = ["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows]
-    for handout in dict.fromkeys(problem.handout for problem in problems):
-        lines += ["", f"## {handout}", "", "| problem | place | state | missing | notebook |", "|---|---|---|---|---|"]
-        for each in (problem for problem in problems if problem.handout == handout):
-            notebook = each.answers[-1].notebook if each.answers else ""
-            link = f"[{notebook}](../notebooks/{notebook}.ipynb)" if notebook else ""
-            lines.append(f"| `{each.name}` | {each.place} | {each.state} | {each.missing} | {link} |")
-    return "\n".join(lines)

@@ -1,10 +1,14 @@
-"""Copies an executed workbook into a folder that is committed: notebooks with small pictures, the writeup, figures."""
+"""Copies an executed workbook into a folder that is committed: notebooks with small pictures, the writeup, figures.
+
+`python results/publish.py runs/record writeup/h200`: `make record` calls it.
+"""
 
 import base64
 import io
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +107,8 @@ def refuse_machine_names(place: str, text: str) -> None:
         if found := re.search(pattern, text):
             words = f"{place} names something of this machine, {found[0]!r}: print less there, then run it again."
             raise UserError(words)
+
+
+if __name__ == "__main__":
+    files = publish(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(f"{sys.argv[2]}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB.")
