@@ -1,4 +1,4 @@
-# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with a PDF for each handout.
+# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with a PDF for each handout and with pages.
 # Without a GPU on Linux, the CPU build of PyTorch (see its installation page) spares the CUDA libraries.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,16 +31,18 @@ help:  ## this list
 
 install: $(INSTALLED)  ## only .venv with lmcore and the workbook in it
 
-workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
-	@$(BIN)/workbook run --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
-	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
+# 1: a notebook has failed, and what there is makes PDFs and pages all the same.
+workbook: $(INSTALLED)  ## execute all notebooks, make PDFs and pages (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
+	@code=0; $(BIN)/workbook run --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
+	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS)) || code=$$?; \
+	if ((code <= 1)); then $(BIN)/python docs/build_pages.py "$(OUT)/notebooks" "$(OUT)/pages"; fi; exit $$code
 
 # The machine whose tables in results/ are read: nothing is measured, so a CPU is enough.
 # A notebook without answers there has no records yet: it is left out, and its problems count as "not yet".
 MACHINE ?= h200
 NUMBERED = $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 RECORDED = $(shell sed -n 's/^ "\([0-9][0-9]_[a-z_]*\)": {$$/\1/p' results/$(MACHINE)/answers.json)
-record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200 and figures/h200
+record: $(INSTALLED)  ## from results/h200: notebooks and PDFs in writeup/h200, figures, tables of README and docs, pages
 	@$(if $(strip $(NOTEBOOKS)),,rm -rf runs/record)
 	@$(foreach name,$(filter-out $(RECORDED),$(NUMBERED)),echo '$(name) has no records in results/$(MACHINE) yet: it is left out.';)
 	@$(BIN)/workbook run --scale gpu --out runs/record --no-writeup \
@@ -48,20 +50,15 @@ record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 in
 	@$(BIN)/python results/publish.py runs/record writeup/$(MACHINE)
 	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
+	@$(BIN)/python tests/notebook_cells.py $(or $(strip $(NOTEBOOKS)),$(RECORDED))
+	@$(BIN)/python results/tables.py
+	@$(BIN)/python docs/build_pages.py writeup/$(MACHINE)/notebooks build/pages
 
-# Executed notebooks, guides and the library's documentation as pages: BOOK is the folder of the notebooks.
+# Executed notebooks, guides and the library's documentation. BOOK is the folder of the notebooks, PAGES that of the pages.
 BOOK ?= writeup/$(MACHINE)/notebooks
-GUIDES = README.md CONTRIBUTING.md papermill_jobs/README.md benchmarks/README.md benchmarks/LOG.md \
-  results/h200/README.md docs/coverage.md
-pages: $(INSTALLED)  ## the book in build/pages/index.html (BOOK=runs/smoke/notebooks: those of a run)
-	@$(BIN)/python -c 'import furo, myst_nb' 2>/dev/null || $(BIN)/python -m pip install -q \
-	  --disable-pip-version-check -c constraints.txt -e './workbook[pages]'
-	@rm -rf build/pages-source build/pages
-	@mkdir -p build/pages-source/notebooks build/pages-source/project
-	@cp -r docs/pages/. build/pages-source && cp $(BOOK)/*.ipynb build/pages-source/notebooks
-	@tar cf - $(GUIDES) figures lmcore | tar xf - -C build/pages-source/project
-	@$(BIN)/sphinx-build -q -j auto build/pages-source build/pages
-	@echo 'Pages: build/pages/index.html'
+PAGES ?= build/pages
+pages: $(INSTALLED)  ## the committed book as pages: build/pages/index.html (another one: BOOK= PAGES=)
+	@$(BIN)/python docs/build_pages.py "$(BOOK)" "$(PAGES)"
 
 lint: $(INSTALLED)  ## style, the layers of imports, the types of the core, and the budgets of lines
 	$(BIN)/ruff check .

@@ -199,7 +199,7 @@ def generate_text(
 ) -> list[Generation]:
     """Continues every prompt with text; see `generate` for the rules. An empty prompt begins a document.
 
-    With `stop_at_end_of_text` false, <|endoftext|> is part of the text and the next document follows it, until
+    With `stop_at_end_of_text` false, `<|endoftext|>` is part of the text and the next document follows it, until
     `config.max_new_tokens`. `stream(index, piece)` is called with pieces of whole characters as they are sampled.
     Raises `UserError` as `generate` does, and if the tokenizer has more tokens than the model.
     """

@@ -251,7 +251,7 @@ def is_complete(run: RunFolder) -> bool:
 def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> Path | None:
     """Path of the newest checkpoint to resume from; None for a run without any.
 
-    One that is damaged, or saved after best weights that are lost, is said to be skipped, and renamed to *.damaged.
+    One that is damaged, or saved after best weights that are lost, is said to be skipped, and renamed to `*.damaged`.
     Raises `UserError` if none of those that are there is left.
     """
     skipped = []

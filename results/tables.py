@@ -349,6 +349,21 @@ def speed() -> str:
     return markdown(found)
 
 
+def behind() -> str:
+    """The benchmark cases in which the best peer is faster than ours, the furthest behind first."""
+    rows, found = rows_table(read_json(SPEED)["rows"]), []
+    for name in rows["row"].unique():
+        ours, peer = beside_peers(rows[rows["row"] == name])
+        if ours is not None and peer is not None and peer["median"] < ours["median"]:
+            found.append((peer["median"] / ours["median"], ours, peer))
+    made = []
+    for ratio, ours, peer in sorted(found, key=lambda each: each[0]):
+        theirs = f"{time_and_rate(peer)} ({peer['contestant']})"
+        words = {"work": ours["work"], "lmcore": time_and_rate(ours), "best peer": theirs}
+        made.append(words | {"times as fast": format_significant(ratio)})
+    return markdown(made)
+
+
 def contestants(like: str, index: Mapping[str, str], value: str, words: Callable[[float], str]) -> str:
     """The benchmark cases of speed.json whose names begin with `like`, a column for each contestant.
 
@@ -574,7 +589,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed, "parallel": parallel},
+    "benchmarks/README.md": {"speed": speed, "behind": behind, "parallel": parallel},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,

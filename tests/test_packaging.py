@@ -36,20 +36,12 @@ def requirements(distribution: str, *extras: str) -> dict[str, Requirement]:
 def test_constraints_pin_every_dependency_and_the_hooks():
     lines = [re.sub("#.*", "", line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()]
     pins = dict(line.split("==") for line in lines if line)
-    wanted = requirements("lmcore", "dev", "wikitext", "benchmark") | requirements("workbook", "pages")
+    wanted = requirements("lmcore", "dev", "wikitext", "benchmark") | requirements("workbook")
     for name in wanted.keys() - {"lmcore"}:
         assert wanted[name].specifier.contains(pins[name]), name
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     (ruff,) = (repo["rev"] for repo in config["repos"] if repo["repo"].endswith("/ruff-pre-commit"))
     assert ruff == f"v{pins['ruff']}"
-
-
-def test_the_pages_have_what_their_contents_name():
-    index = (ROOT / "docs" / "pages" / "index.md").read_text(encoding="utf-8")
-    (guides,) = re.findall(r"^GUIDES = (.*?[^\\])$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M | re.S)
-    files = set(guides.replace("\\", " ").split())
-    assert {f"{name}.md" for name in re.findall(r"^project/(\S+)$", index, re.M)} == files
-    assert all((ROOT / name).is_file() for name in files)
 
 
 def test_environment_yml_installs_what_make_does():

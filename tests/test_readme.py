@@ -12,7 +12,8 @@ import workbook.cli
 from lmcore.cli import application
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md", "results/README.md")
+GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "pages" / "guides").glob("*.md"))
+PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md", "results/README.md", *GUIDES)
 PROGRAMS = {"lmcore": application.application, "workbook": workbook.cli.commands}
 INSTALLED = {f".venv/bin/{name}" for name in ("python", "pytest", "mypy", "lint-imports")}
 OTHERS = {"git", "cd", "source", "nano", "srun", "papermill", "torchrun", "make", "sbatch"} | INSTALLED
@@ -35,7 +36,7 @@ def commands(page: str) -> list[str]:
 
 def words_of(line: str) -> tuple[dict[str, str], list[str]]:
     """Variables before the command, and the command's words."""
-    words = shlex.split(line.replace("<this repository>", "repository"))
+    words = shlex.split(line.replace("<address>", "address"))
     count = next(number for number, word in enumerate(words) if not re.fullmatch(r"[A-Z]+=.*", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
@@ -54,6 +55,12 @@ def test_a_command_is_one_that_there_is(line):
         script = next(word for word in words if not word.startswith("-"))
         text = text_of(script) + text_of("papermill_jobs/job.sh")
         assert all(re.search(rf"\${{?{name}\b", text) for name in variables)
+
+
+def test_the_address_stands_in_one_place():
+    everywhere = {page: text_of(page).count("git clone") for page in PAGES}
+    assert [page for page, count in everywhere.items() if count] == ["README.md"]
+    assert "git clone --depth 1 <address>" in text_of("README.md")
 
 
 def test_the_cluster_guide(tmp_path, monkeypatch, capsys):

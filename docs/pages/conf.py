@@ -1,37 +1,126 @@
-"""The book as pages, by Sphinx and myst-nb: `make pages` puts executed notebooks and guides beside this file."""
+"""The book as pages, by Sphinx and myst-nb: build_pages.py puts executed notebooks and the project's pages here."""
+
+import html
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pypandoc
+from docutils import nodes
+
+import lmcore
 
 project = "lmcore"
-extensions = ["myst_nb", "sphinx.ext.apidoc", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = "lmcore"
 html_static_path = ["_static"]
-html_css_files = ["figures.css"]
+html_css_files = ["pages.css"]
 html_show_copyright = False
+html_copy_source = False
+html_math_renderer = "mathml"  # which browsers draw without a script from the network
+smartquotes = False
 
+include_patterns = [
+    *("index.md", "guides/*", "notebook_functions.rst", "notebooks/*", "api/*"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "papermill_jobs/README.md",
+        "benchmarks/*.md",
+        "results/**.md",
+        "docs/coverage.md",
+    ),
+]
 nb_execution_mode = "off"  # they are executed
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # with tables and formulas
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings are written as Markdown
+add_module_names = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False
-autodoc_mock_imports = ["triton"]
-apidoc_modules = [
-    {
-        "path": "project/lmcore",
-        "destination": "api",
-        "separate_modules": True,
-        "module_first": True,
-        "exclude_patterns": [
-            "**/gpu.py",
-            "**/hopper.py",
-            "**/cli/*",
-            "**/__main__.py",
-        ],  # device code has no docstrings
-    }
-]
+autodoc_default_options = {"members": True, "undoc-members": True}
+toc_object_entries_show_parents = "hide"
+viewcode_follow_imported_members = False
 
-# Links to files of the project that are no pages, and Markdown that Sphinx reads another way than a code host.
-suppress_warnings = ["myst.xref_missing", "myst.header", "myst-nb.mime_priority", "docutils", "ref", "autodoc", "toc"]
+# Links to what is no page become text, in `text_of`; a field that is named as a type is not meant by annotations.
+suppress_warnings = ["myst.xref_missing", "myst.header", "myst-nb.mime_priority", "ref.python"]
+
+WITHOUT_PAGES = ("cli", "__main__", "gpu", "hopper")
+"""Names of modules with commands, which have --help, and with device code, which has no docstrings."""
+
+
+def write_module_pages(folder: Path) -> None:
+    """A page for each module of lmcore: its docstring, its members, and the modules below it."""
+    folder.mkdir()
+    for name in sorted(["lmcore", *modules_below(lmcore)]):
+        module = importlib.import_module(name)
+        title = " ".join([f"{name}:", summary(module)])
+        below = [each for each in modules_below(module) if each.count(".") == name.count(".") + 1]
+        lines = [title, "=" * len(title), "", f".. automodule:: {name}", "   :ignore-module-all:", ""]
+        lines += [*(f"* :doc:`{each}`" for each in below), ""]
+        lines += [".. toctree::", "   :hidden:", "", *(f"   {each} <{each}>" for each in below), ""] if below else []
+        (folder / f"{name}.rst").write_text("\n".join(lines), encoding="utf-8")
+
+
+def modules_below(package: ModuleType) -> list[str]:
+    """Full names of all modules in a package that have a page."""
+    found = pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}.")
+    return [each.name for each in found if not set(each.name.split(".")) & set(WITHOUT_PAGES)]
+
+
+def summary(module: ModuleType) -> str:
+    """What a module's docstring begins with, without the rest of the sentence."""
+    sentence = (module.__doc__ or "").split("\n")[0].removeprefix("lmcore: ")
+    for end in (". ", ": ", "; ", " ("):
+        sentence = sentence.partition(end)[0]
+    return sentence.rstrip(".:,").replace("`", "")
+
+
+def text_of(app: Any, environment: Any, node: Any, content: Any) -> Any:
+    """Shows what a link says where there is no page for it."""
+    return content if node.get("reftype") == "myst" else None
+
+
+def without_contents(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Leaves the contents list out of pages of source code: it takes a quarter of a second a page."""
+    if page.startswith("_modules/"):
+        context.pop("toctree", None)
+
+
+def add_mathml(app: Any, tree: Any, page: str) -> None:
+    """Gives all formulas of a page what pandoc makes of them: MathML; one that it does not know stays as it is."""
+    formulas = [node for node in tree.findall() if isinstance(node, nodes.math | nodes.math_block)]
+    if not formulas:
+        return
+    marks = ["$$" if isinstance(node, nodes.math_block) else "$" for node in formulas]
+    texts = (re.sub(r"\s*\n\s*", " ", node.astext().strip()) for node in formulas)
+    source = "\n\n".join(f"{mark}{text}{mark}" for mark, text in zip(marks, texts, strict=True))
+    made = pypandoc.convert_text(source, "html", "markdown", ["--mathml", "--wrap=none"])
+    paragraphs = re.findall("<p>(.*?)</p>", made, re.DOTALL)
+    if len(paragraphs) == len(formulas):
+        for node, paragraph in zip(formulas, paragraphs, strict=True):
+            node["mathml"] = paragraph
+
+
+def visit_math(writer: Any, node: Any) -> None:
+    """Writes a formula into the page."""
+    tag = "div" if isinstance(node, nodes.math_block) else "span"
+    written = node.get("mathml") or html.escape(node.astext())
+    writer.body.append(f'<{tag} class="math">{written}</{tag}>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
+    app.connect("doctree-resolved", add_mathml)
+    app.connect("html-page-context", without_contents, priority=400)
+    write_module_pages(Path(app.srcdir) / "api")
+    app.connect("missing-reference", text_of, priority=900)

@@ -5,7 +5,7 @@ until the last sentence, so that a model has to look back. No story has two deri
 exactly that of the grammar, and no language model, whatever its tokenizer, can have a lower expected loss per token on
 whole documents, nor on the stream of them, than
 
-    entropy per document / expected tokens per document (with <|endoftext|>).
+    entropy per document / expected tokens per document (with `<|endoftext|>`).
 
 Windows that start in the middle of a story hide its first words, so the loss that a model can attain on them is higher:
 clearly so when the context is shorter than a story (about 70 words).

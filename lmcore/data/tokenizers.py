@@ -12,7 +12,7 @@ from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.tokenizer.files import ENCODER_FILE, MERGES_FILE, find_files
 
 GPT2_FINGERPRINT = "bfdf7cf9b4f00a1998bdcf173f13e785683958f82a06516f77ee823d6bc0ef7f"
-"""`Tokenizer.fingerprint` of GPT-2 with <|endoftext|> as its special token."""
+"""`Tokenizer.fingerprint` of GPT-2 with `<|endoftext|>` as its special token."""
 
 BASE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 SHA256 = {
@@ -29,7 +29,7 @@ def gpt2_folder() -> Path:
 
 
 def load_gpt2(folder: str | os.PathLike | None = None) -> Tokenizer:
-    """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
+    """GPT-2's tokenizer (50,257 tokens, `<|endoftext|>` special).
 
     Reads `encoder.json` and `vocab.bpe`, or `vocab.json` and `merges.txt`, in `folder` or, without one, `gpt2_folder`;
     what the cache lacks is downloaded. Raises `UserError` if they are not there, or are not GPT-2's.

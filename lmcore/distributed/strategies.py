@@ -1,12 +1,14 @@
 """How the ranks of a training run divide the work: `--strategy`, in one place for the loop and for checkpoints.
 
-| name          | weights | gradients | optimizer state | made of                                    |
-|---------------|---------|-----------|-----------------|--------------------------------------------|
-| `ddp`         | all     | all       | all             | `BucketedDDP`                              |
-| `zero1`       | all     | all       | divided         | `BucketedDDP`, `ShardedOptimizer`          |
-| `fsdp`        | divided | divided   | divided         | `FSDP`                                     |
-| `torch-ddp`   | all     | all       | all             | PyTorch's `DistributedDataParallel`        |
-| `torch-fsdp2` | divided | divided   | divided         | PyTorch's `fully_shard`                    |
+=============  =======  =========  ===============  ===================================
+name           weights  gradients  optimizer state  made of
+=============  =======  =========  ===============  ===================================
+`ddp`          all      all        all              `BucketedDDP`
+`zero1`        all      all        divided          `BucketedDDP`, `ShardedOptimizer`
+`fsdp`         divided  divided    divided          `FSDP`
+`torch-ddp`    all      all        all              PyTorch's `DistributedDataParallel`
+`torch-fsdp2`  divided  divided    divided          PyTorch's `fully_shard`
+=============  =======  =========  ===============  ===================================
 """
 
 import math

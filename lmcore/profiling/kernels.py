@@ -180,7 +180,7 @@ def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted| by the l2 norm, in float64; without the divisor if that is 0; inf if not finite."""
+    """`|found - wanted| / |wanted|` by the l2 norm, in float64; without the divisor if that is 0; inf if not finite."""
     wanted = wanted.double()
     difference = (found.detach().to(wanted.device).double() - wanted).norm().item()
     error = difference / (wanted.norm().item() or 1.0)

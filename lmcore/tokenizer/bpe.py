@@ -128,7 +128,7 @@ class Tokenizer:
 
     @property
     def eot_id(self) -> int:
-        """Id of <|endoftext|>. Raises `UserError` if the vocabulary has none."""
+        """Id of `<|endoftext|>`. Raises `UserError` if the vocabulary has none."""
         require(END_OF_TEXT.encode() in self._ids, f"This tokenizer has no token {END_OF_TEXT}.")
         return self._ids[END_OF_TEXT.encode()]
 
@@ -217,8 +217,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Tokenizer":
-        """Reads what `save` wrote, or files as in `from_files`. Without `special_tokens.json`, <|endoftext|> is special
-        if the vocabulary has it."""
+        """Reads what `save` wrote, or files as in `from_files`.
+
+        Without `special_tokens.json`, `<|endoftext|>` is special if the vocabulary has it.
+        """
         vocab_path, merges_path = files.find_files(folder)
         vocab, merges = files.read_vocab(vocab_path), files.read_merges(merges_path)
         special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in vocab.values() else []

@@ -153,7 +153,7 @@ def profile_with_torch(config: WorkloadConfig, folder: Path) -> tuple[Trace, dic
 
 
 def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
-    """What one pass of those named `top` is made of, by path, such as "inference/forward/block */ffn", blocks together.
+    """What one pass of those named `top` is made of, by path, such as `inference/forward/block */ffn`, blocks together.
 
     Rows: "ranges" {path, instances, seconds, gpu_seconds, busy_seconds, idle_seconds}, sums over the instances in a
     pass (`busy_table`), of which the median over passes is taken; "categories" {path, category, calls, seconds} of all

@@ -121,7 +121,7 @@ def owners(work: pd.DataFrame, chosen: pd.DataFrame) -> np.ndarray:
 
 
 def alike(names: pd.Series) -> pd.Series:
-    """Names that differ only in numbers as one name: "block 0" and "block 1" as "block *"."""
+    """Names that differ only in numbers as one name: "block 0" and "block 1" as `block *`."""
     unique = pd.Series(names.unique(), dtype=str)
     starred = unique.str.replace(r"\d+", "*", regex=True)
     return names.map(dict(zip(unique, starred.where(starred.duplicated(keep=False), unique), strict=True)))
@@ -136,7 +136,7 @@ def listed(names: pd.Series) -> str:
 
 def instances(trace: Trace, name: str) -> pd.DataFrame:
     """Ranges by name ("forward"), by the end of their path ("training step/forward") or with `*` for any characters
-    but "/" ("block */attention"), in order of their start.
+    but "/" (`block */attention`), in order of their start.
 
     A range inside another one of its thread that is meant as well is left out: nothing is counted twice. Raises
     `UserError` with the names that exist when there is none.

@@ -1,0 +1,44 @@
+"""The book as pages: executed notebooks, guides and the library's documentation. `make pages` and `make workbook` call
+
+    python docs/build_pages.py BOOK TO [OPTION OF sphinx-build ...]
+
+BOOK is a folder of executed notebooks; the pages in TO are replaced once the new ones are complete.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sphinx.cmd.build import build_main
+
+PROJECT = Path(__file__).parents[1]
+
+LINKED = ("docs", "papermill_jobs", "benchmarks", "results", "figures", "tests/adapters.py", "LICENSE")
+"""What pages are made of, or link to, beside the Markdown of the project's own folder."""
+
+
+def main(book: str, to: str, *options: str) -> int:
+    """Builds the pages and says where they are; returns an exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "source"), Path(folder, "pages")
+        shutil.copytree(PROJECT / "docs" / "pages", source)
+        for path in [*PROJECT.glob("*.md"), *map(PROJECT.joinpath, LINKED)]:
+            copy = source / path.relative_to(PROJECT)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copytree(path, copy) if path.is_dir() else shutil.copy(path, copy)
+        (source / "notebooks").mkdir()
+        for notebook in sorted(Path(book).glob("*.ipynb")):
+            shutil.copy(notebook, source / "notebooks")
+        doctrees = str(Path(folder, "doctrees"))
+        code = build_main(["-q", "-j", "auto", "-d", doctrees, *options, str(source), str(made)])
+        if code:
+            return code
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(made, to)
+    print(f"Pages: {Path(to, 'index.html')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
