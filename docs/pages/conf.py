@@ -26,14 +26,8 @@ smartquotes = False
 
 include_patterns = [
     *("index.md", "guides/*", "notebook_functions.rst", "notebooks/*", "api/*"),
-    *(
-        "README.md",
-        "CONTRIBUTING.md",
-        "papermill_jobs/README.md",
-        "benchmarks/*.md",
-        "results/**.md",
-        "docs/coverage.md",
-    ),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md"),
+    *("papermill_jobs/README.md", "benchmarks/*.md", "results/**.md"),
 ]
 nb_execution_mode = "off"  # they are executed
 nb_merge_streams = True
