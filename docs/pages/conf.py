@@ -43,7 +43,7 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 toc_object_entries_show_parents = "hide"
 viewcode_follow_imported_members = False
 
-# Links to what is no page become text, in `text_of`; a field that is named as a type is not meant by annotations.
+# `without_dead_links` looks after links to what is no page; annotations do not mean fields that are named as types.
 suppress_warnings = ["myst.xref_missing", "myst.header", "myst-nb.mime_priority", "ref.python"]
 
 WITHOUT_PAGES = ("cli", "__main__", "gpu", "hopper")
@@ -77,9 +77,11 @@ def summary(module: ModuleType) -> str:
     return sentence.rstrip(".:,").replace("`", "")
 
 
-def text_of(app: Any, environment: Any, node: Any, content: Any) -> Any:
-    """Shows what a link says where there is no page for it."""
-    return content if node.get("reftype") == "myst" else None
+def without_dead_links(app: Any, tree: Any, page: str) -> None:
+    """Leaves the words of a link to a file that has no page."""
+    for link in [*tree.findall(nodes.reference)]:
+        if any({"xref", "myst"} <= set(child.get("classes", ())) for child in link.findall(nodes.inline)):
+            link.replace_self(link.children)
 
 
 def without_contents(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
@@ -115,6 +117,6 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("doctree-resolved", add_mathml)
+    app.connect("doctree-resolved", without_dead_links)
     app.connect("html-page-context", without_contents, priority=400)
     write_module_pages(Path(app.srcdir) / "api")
-    app.connect("missing-reference", text_of, priority=900)
