@@ -1,10 +1,12 @@
 """The book as pages: executed notebooks, guides and the library's documentation. `make pages` and `make workbook` call
 
-    python docs/build_pages.py BOOK TO [OPTION OF sphinx-build ...]
+    python docs/build_pages.py BOOK TO
 
-BOOK is a folder of executed notebooks; the pages in TO are replaced once the new ones are complete.
+BOOK is a folder of executed notebooks; the pages in TO are replaced once the new ones are complete. The variable
+SPHINXOPTS holds further options of sphinx-build, such as --fail-on-warning.
 """
 
+import os
 import shutil
 import sys
 import tempfile
@@ -18,7 +20,7 @@ LINKED = ("docs", "papermill_jobs", "benchmarks", "results", "figures", "tests/a
 """What pages are made of, or link to, beside the Markdown of the project's own folder."""
 
 
-def main(book: str, to: str, *options: str) -> int:
+def main(book: str, to: str) -> int:
     """Builds the pages and says where they are; returns an exit code."""
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder, "source"), Path(folder, "pages")
@@ -30,8 +32,8 @@ def main(book: str, to: str, *options: str) -> int:
         (source / "notebooks").mkdir()
         for notebook in sorted(Path(book).glob("*.ipynb")):
             shutil.copy(notebook, source / "notebooks")
-        doctrees = str(Path(folder, "doctrees"))
-        code = build_main(["-q", "-j", "auto", "-d", doctrees, *options, str(source), str(made)])
+        options = ["-q", "-j", "auto", "-d", str(Path(folder, "doctrees")), *os.environ.get("SPHINXOPTS", "").split()]
+        code = build_main([*options, str(source), str(made)])
         if code:
             return code
         shutil.rmtree(to, ignore_errors=True)

@@ -57,12 +57,6 @@ def test_a_command_is_one_that_there_is(line):
         assert all(re.search(rf"\${{?{name}\b", text) for name in variables)
 
 
-def test_the_address_stands_in_one_place():
-    everywhere = {page: text_of(page).count("git clone") for page in PAGES}
-    assert [page for page, count in everywhere.items() if count] == ["README.md"]
-    assert "git clone --depth 1 <address>" in text_of("README.md")
-
-
 def test_the_cluster_guide(tmp_path, monkeypatch, capsys):
     """What it submits, but for data that is not there, can be submitted."""
     monkeypatch.chdir(ROOT)
