@@ -29,8 +29,9 @@ def faults(folder: Path) -> Iterator[str]:
         yield from (f"{name} lacks {part!r}." for part in parts if part not in text)
     for page in sorted(folder.rglob("*.html")):
         name, text = page.relative_to(folder), page.read_text(encoding="utf-8")
-        if len(text) > LARGEST:
-            yield f"{name} has {len(text):,} bytes."
+        size = len(re.sub(r'"data:[^"]*"', "", text))
+        if size > LARGEST:
+            yield f"{name} has {size:,} bytes."
         for address in re.findall(r'<(?:script|link|img) [^>]*(?:src|href)="((?:https?:)?//[^"]*)"', text):
             yield f"{name} needs {address}."
         for target in sorted(set(re.findall(r' (?:href|src)="([^"#?:]+)(?=["#?])', text))):

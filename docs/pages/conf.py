@@ -30,6 +30,7 @@ include_patterns = [
     *("papermill_jobs/README.md", "benchmarks/*.md", "results/**.md"),
 ]
 nb_execution_mode = "off"  # they are executed
+nb_ipywidgets_js = {}  # bars of progress are no part of a page
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # with tables and formulas
 myst_enable_extensions = ["amsmath", "dollarmath"]
