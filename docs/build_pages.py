@@ -31,7 +31,8 @@ def main(book: str, to: str) -> int:
             shutil.copytree(path, copy) if path.is_dir() else shutil.copy(path, copy)
         (source / "notebooks").mkdir()
         for notebook in sorted(Path(book).glob("*.ipynb")):
-            shutil.copy(notebook, source / "notebooks")
+            text = notebook.read_text(encoding="utf-8").replace("(../../../figures/pictures/", "(../figures/pictures/")
+            (source / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
         options = ["-q", "-j", "auto", "-d", str(Path(folder, "doctrees")), *os.environ.get("SPHINXOPTS", "").split()]
         code = build_main([*options, str(source), str(made)])
         if code:

@@ -23,6 +23,9 @@ from workbook.seal import SEAL, cell_hashes
 PICTURE_PPI, PICTURE_COLORS = 110, 128
 """Of the pictures in published notebooks."""
 
+PICTURES = "(../figures/pictures/"
+"""Where notebooks/ has them, in Markdown."""
+
 MACHINE_PATH = r"(?<![\w.:/])/(?:home|Users|root|tmp|work|scratch|mnt|data|gpfs|nfs)/[\w./-]+"
 """Absolute paths as they are on somebody's machine."""
 
@@ -63,6 +66,8 @@ def published(executed: Path) -> Any:
     notebook.metadata = nbformat.from_dict(CLEAN_METADATA | {SEAL: notebook.metadata[SEAL]})
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "markdown":  # the pictures that explain stand once in the project
+            cell.source = cell.source.replace(PICTURES, PICTURES.replace("../", "../../../"))
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
         if cell.cell_type != "code":
             continue

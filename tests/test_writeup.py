@@ -265,6 +265,7 @@ def test_what_is_published(tmp_path):
     out, to = executed_workbook(tmp_path, _01_build=FIRST, _02_train=SECOND), tmp_path / "to"
     file = out / "notebooks" / "01_build.ipynb"
     notebook = nbformat.read(file, as_version=4)
+    notebook.cells[0].source += "\n\n![A mask](../figures/pictures/causal_mask.svg)"
     injected = {"tags": ["injected-parameters"]}
     notebook.cells.insert(1, new_code_cell("out = '/home/someone/runs'", metadata=injected, execution_count=1))
     notebook.cells = [each for each in notebook.cells if each.metadata.get("caption") != "A broken picture"]
@@ -287,6 +288,7 @@ def test_what_is_published(tmp_path):
     assert shown.metadata[SEAL]["cells"] == cell_hashes(shown)
     pictures = [o for c in shown.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     assert [base64.b64decode(picture.data["image/png"])[:4] for picture in pictures] == [b"\x89PNG"] * 2
+    assert "![A mask](../../../figures/pictures/causal_mask.svg)" in text  # as seen from writeup/h200/notebooks
     assert "*Figure 1.* Share by $\\\\theta$" in text
 
 

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ def execute(source: Path, record: NotebookRecord, out: Path, stop: StopEvent, st
     record.state, record.environment = "running", environment()
     write_record(out, record)
     target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
+    if (pictures := source.parents[1] / "figures" / "pictures").is_dir():  # where its Markdown finds them
+        shutil.copytree(pictures, out / "figures" / "pictures", dirs_exist_ok=True)
     print(f"{record.name}: running", flush=True)
     parameters = record.parameters or {}
     values = " ".join(shown(f"{name}={value}") for name, value in parameters.items())
