@@ -136,8 +136,7 @@ def test_each_handout_has_its_problems_in_its_order_and_no_code(writeup):
     assert not writeup_faults(out)
     text = texts["cs336-a1"]
     shown = [
-        "Measured on: CPU",
-        "Code: abcdef12",
+        "Measured on (at the commits): CPU (abcdef12)",
         "Text: embedded",
         "Answered in part",
         "learning_rate_tuning: a thing",
@@ -182,13 +181,14 @@ def test_provenance_names_each_machine_once_and_what_was_measured_elsewhere(tmp_
         commit = "abcdef1234567890" if number < 2 else "0123456789abcdef"
         change_record(out, name, environment={"device": "GPU" if number else "CPU", "git_commit": commit})
     found = provenance(read_records(out), [{}])
-    assert (found["Measured on"], found["Code"]) == ("CPU; GPU", "01234567, abcdef12")
+    assert found["Measured on (at the commits)"] == "CPU (abcdef12); GPU (01234567, abcdef12)"
     measured = read_json(ROOT / "results" / "h200" / "training_runs.json")
     changes = {"git_commit": ["abcdef0123456789", "fedcba9876543210"], "git_dirty": [None, True]}
     changes["device"] = ["NVIDIA H200", "NVIDIA H100"]  # dealt out
     found = provenance(read_records(out), [measured | {"provenance": measured["provenance"] | changes}])
-    assert (found["Measured on"], found["Text"]) == ("NVIDIA H200; NVIDIA H100", "tinystories")
-    assert found["Code"] == "abcdef01, fedcba98 with uncommitted changes"
+    both = "abcdef01 with uncommitted changes, fedcba98 with uncommitted changes"
+    assert found["Measured on (at the commits)"] == f"NVIDIA H200 ({both}); NVIDIA H100 ({both})"
+    assert found["Text"] == "tinystories"
 
 
 def test_every_state_has_its_sentence(tmp_path):

@@ -110,21 +110,24 @@ def front_matter(records: list[NotebookRecord], problems: list[Problem], tables:
 
 
 def provenance(records: list[NotebookRecord], tables: list[Any]) -> dict[str, str]:
-    """What was measured on what, from which code, on which text.
+    """What was measured on what machine, from which commits, and on which text.
 
     Measured is what the results files `tables` say, which may be records of another machine.
     """
     executed = [record.environment or {} for record in records if record.state != "not run"]
     given = [table.get("provenance") or {} for table in tables]
-    measured = [each for each in given if each.get("device")] or executed
     sources = [source for each in given for source in _listed(each.get("data")) if source.get("request")]
-    commits = {commit[:8] for each in measured for commit in _listed(each.get("git_commit")) if commit}
-    changed = " with uncommitted changes" if any(any(_listed(each.get("git_dirty"))) for each in measured) else ""
+    commits: dict[str, list[str]] = {}
+    for each in [each for each in given if each.get("device")] or executed:
+        changed = " with uncommitted changes" if any(_listed(each.get("git_dirty"))) else ""
+        found = [commit[:8] + changed for commit in _listed(each.get("git_commit")) if commit]
+        for device in _listed(each.get("device")):
+            commits.setdefault(device, []).extend(found)
+    machines = [f"{device} ({', '.join(sorted({*of})) or 'not from a git checkout'})" for device, of in commits.items()]
     return {
-        "Measured on": _once(device for each in measured for device in _listed(each.get("device"))),
-        "Code": (", ".join(sorted(commits)) or "not from a git checkout") + changed,
+        "Measured on (at the commits)": "; ".join(machines),
         "Text": _once(each["request"]["source"]["name"] for each in sources) or Path(str(records[0].data)).name,
-        "Scale": str(records[0].scale),
+        "Scale": f"{records[0].scale}, of the workbook's smoke, laptop and gpu",
     }
 
 
