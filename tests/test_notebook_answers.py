@@ -52,7 +52,7 @@ def test_what_a_cell_makes_to_be_seen_is_its_last_expression(name):
     ("problem", "told"),
     [  # batch 4, four bytes a value: the logits, the hidden layer of an FFN or the scores of a block, at each context
         ("memory_profiling (c, CSE599-O)", {4 * 128 * 10_000: "19.53", 4 * 256 * 10_000: "39.06"}),
-        ("memory_profiling (c, CSE599-O)", {4 * 20 * 512**2: "80", 4 * 20 * 2048**2: "1,280"}),
+        ("memory_profiling (c, CSE599-O)", {4 * 20 * 512**2: "80"}),  # which asks for these three contexts
         ("memory_profiling (e, CS336)", {4 * 128 * 10_240: "20", 4 * 256 * 10_240: "40"}),
         ("memory_profiling (e, CS336)", {4 * 32 * 512**2: "128", 4 * 32 * 2048**2: "2,048"}),
     ],
