@@ -136,6 +136,12 @@ def test_settings_are_compared_with_their_seeds(losses, said):
     assert undecided(scores, {name: name.upper() for name in losses}).startswith(said)
 
 
+def test_a_difference_that_the_choice_of_the_step_makes_is_undecided():
+    undecided = function("10_wikitext", "undecided", np=np, combinations=combinations)
+    scores = pd.DataFrame({"setting": [*"aabb"], "loss": [5.0, 5.1, 4.0, 4.1], "lowest": [3.9, 4.0, 3.9, 4.0]})
+    assert undecided(scores, {"a": "A", "b": "B"}).startswith("they differ by less")
+
+
 def test_names_tell_the_cases_of_the_reports_study_apart():
     model = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
     names = {"study": {"model": model, "warmup_steps": 0, "steps": 1}, "ModelConfig": ModelConfig}
