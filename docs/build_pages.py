@@ -7,12 +7,15 @@ SPHINXOPTS holds further options of sphinx-build, such as --fail-on-warning.
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from sphinx.cmd.build import build_main
+
+from workbook.report.writeup import HANDOUTS
 
 PROJECT = Path(__file__).parents[1]
 
@@ -29,10 +32,15 @@ def main(book: str, to: str) -> int:
             copy = source / path.relative_to(PROJECT)
             copy.parent.mkdir(exist_ok=True)
             shutil.copytree(path, copy) if path.is_dir() else shutil.copy(path, copy)
+        overview = (source / "README.md").read_text(encoding="utf-8")
+        overview = overview.replace("(docs/pages/", "(").replace("(writeup/h200)", "(writeup.md)")
+        (source / "README.md").write_text(overview, encoding="utf-8")
         (source / "notebooks").mkdir()
         for notebook in sorted(Path(book).glob("*.ipynb")):
             text = notebook.read_text(encoding="utf-8").replace("(../../../figures/pictures/", "(../figures/pictures/")
+            text = re.sub(r'"# (?!\d)', f'"# {notebook.stem.partition("_")[0]} ', text, count=1)  # the title
             (source / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
+        write_pdf_page(Path(book), source)
         options = ["-q", "-j", "auto", "-d", str(Path(folder, "doctrees")), *os.environ.get("SPHINXOPTS", "").split()]
         code = build_main([*options, str(source), str(made)])
         if code:
@@ -41,6 +49,18 @@ def main(book: str, to: str) -> int:
         shutil.copytree(made, to)
     print(f"Pages: {Path(to, 'index.html')}")
     return 0
+
+
+def write_pdf_page(book: Path, source: Path) -> None:
+    """A page that links the PDFs which belong to a book, if there are any: they are copied beside the pages."""
+    pdfs = [file for folder in (book.parent, book.parent / "writeup") for file in sorted(folder.glob("*.pdf"))]
+    titles = {handout.name: handout.title for handout in HANDOUTS.values()}
+    lines = ["# PDFs: what is handed in", "", "The answers to each handout, made from these notebooks.", ""]
+    for file in pdfs:
+        shutil.copy(file, source / file.name)
+        lines.append(f"- [{titles.get(file.stem, file.stem)}]({file.name})")
+    if pdfs:
+        (source / "writeup.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `python results/publish.py runs/record writeup/h200`: `make record` calls it.
 """
 
+import ast
 import base64
 import io
 import os
@@ -33,8 +34,8 @@ MACHINE_PATH = r"(?<![\w.:/])/(?:home|Users|root|tmp|work|scratch|mnt|data|gpfs|
 def publish(out: Path, to: Path) -> list[Path]:
     """Makes the writeup of the workbook in `out`, and copies it, the notebooks and the figures into `to`.
 
-    Published notebooks hold pictures as PNG with their captions, and neither the parameters of the run nor the names
-    of files and machines. Raises `UserError` where a notebook is not done, or one still names such a thing.
+    Published notebooks hold pictures as PNG with their captions, a sentence in place of the parameters of the run, and
+    no names of files and machines. Raises `UserError` where a notebook is not done, or one still names such a thing.
     """
     records = read_records(out)
     lacking = unfinished(records)
@@ -62,7 +63,9 @@ def published(executed: Path) -> Any:
     import nbformat
 
     notebook = read_notebook(executed)
-    notebook.cells = [cell for cell in notebook.cells if INJECTED not in tags(cell)]
+    for number, cell in enumerate(notebook.cells):
+        if INJECTED in tags(cell):
+            notebook.cells[number] = nbformat.v4.new_markdown_cell(executed_with(cell.source), id=cell.id)
     notebook.metadata = nbformat.from_dict(CLEAN_METADATA | {SEAL: notebook.metadata[SEAL]})
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
@@ -88,6 +91,13 @@ def published(executed: Path) -> Any:
             refuse_machine_names(f"{executed.stem}, cell {number}", "\n".join([*texts, str(output.get("text", ""))]))
     notebook.metadata[SEAL]["cells"] = cell_hashes(notebook)
     return notebook
+
+
+def executed_with(injected: str) -> str:
+    """A sentence with the parameters of a run, from the cell that papermill puts in, without paths."""
+    lines = [ast.unparse(line) for line in ast.parse(injected).body]
+    shown = [f"`{line}`" for line in lines if not re.search("""['"][^'"]*/""", line) and "\n" not in line]
+    return f"*Executed with other parameters than these defaults:* {', '.join(shown)}." if shown else ""
 
 
 def as_png(svg: str) -> bytes:

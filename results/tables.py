@@ -72,6 +72,24 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
 
 
+def devices() -> str:
+    """Which results files are of another GPU than the H200 or of several, as their provenance has it."""
+    files: dict[str, list[str]] = {}
+    for path in sorted(H200.glob("*.json")):
+        content = read_json(path)
+        provenance = content.get("provenance") if isinstance(content, dict) else None
+        device = (provenance or {}).get("device", "")
+        names = [device] if isinstance(device, str) else device
+        label = " and ".join(sorted(name.split()[1] for name in names if name.startswith("NVIDIA")))
+        files.setdefault(label, []).append(f"`{path.stem}`")
+    words = [f"{len(files['H200'])} tables are of H200s"]
+    others = sorted(label for label in files if label not in ("", "H200"))
+    words += [
+        f"{len(files[label])} of {label.replace(' and ', 's and ')}s: {', '.join(files[label])}" for label in others
+    ]
+    return ";\n".join(words) + "."
+
+
 def fault_counts() -> pd.DataFrame:
     """Faults tried, survived, refused and lost, by kind."""
     rows = read_json(PROJECT / "results" / "faults.json")["faults"]
@@ -573,6 +591,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"coverage": answered, "highlights": highlights},
     "docs/coverage.md": {"coverage": lambda: coverage_markdown(covered())},
     "results/h200/README.md": {
+        "devices": devices,
         "training": training,
         "trials": trials,
         "norm-decay": norm_decay,

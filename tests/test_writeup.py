@@ -267,7 +267,9 @@ def test_what_is_published(tmp_path):
     notebook = nbformat.read(file, as_version=4)
     notebook.cells[0].source += "\n\n![A mask](../figures/pictures/causal_mask.svg)"
     injected = {"tags": ["injected-parameters"]}
-    notebook.cells.insert(1, new_code_cell("out = '/home/someone/runs'", metadata=injected, execution_count=1))
+    notebook.cells.insert(
+        1, new_code_cell("out = '/home/someone/runs'\nscale = 'gpu'", metadata=injected, execution_count=1)
+    )
     notebook.cells = [each for each in notebook.cells if each.metadata.get("caption") != "A broken picture"]
     notebook.metadata["papermill"] = {"output_path": "/home/someone/x.ipynb"}
     nbformat.write(notebook, file)
@@ -289,6 +291,7 @@ def test_what_is_published(tmp_path):
     pictures = [o for c in shown.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     assert [base64.b64decode(picture.data["image/png"])[:4] for picture in pictures] == [b"\x89PNG"] * 2
     assert "![A mask](../../../figures/pictures/causal_mask.svg)" in text  # as seen from writeup/h200/notebooks
+    assert shown.cells[1].source == "*Executed with other parameters than these defaults:* `scale = 'gpu'`."
     assert "*Figure 1.* Share by $\\\\theta$" in text
 
 

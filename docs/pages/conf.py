@@ -14,7 +14,7 @@ from docutils import nodes
 import lmcore
 
 project = "lmcore"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = "lmcore"
 html_static_path = ["_static"]
@@ -25,7 +25,7 @@ html_math_renderer = "mathml"  # which browsers draw without a script from the n
 smartquotes = False
 
 include_patterns = [
-    *("index.md", "guides/*", "notebook_functions.rst", "notebooks/*", "api/*"),
+    *("index.md", "writeup.md", "guides/*", "notebook_functions.rst", "notebooks/*", "api/*"),
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md"),
     *("papermill_jobs/README.md", "benchmarks/*.md", "results/**.md"),
 ]

@@ -39,7 +39,7 @@ class FusedStep:
     gradients in `p.grad`, clipped to `max_grad_norm`, and takes its own step outside of the graph.
 
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
-    then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
+    then parameters and moments are one step behind. **Read and write them through** `current`, which takes the update
     that is due. It is the default with `FusedAdamW` on CUDA for few tokens of narrow models (`FEW_ROWS`, `NARROW`).
 
     With `ranks`, the number of processes of the default group, each takes a part of the batch; gradients are averaged
