@@ -16,6 +16,7 @@ REQUIRED = {
     "notebooks/01_build.html": ("<math", "<table"),
     "api/lmcore.model.html": ("Linear", "d_in"),
     "notebook_functions.html": ('id="workbook.report.notebook.answer"', 'id="workbook.report.notebook.start"'),
+    "README.html": ("guides/own_gpu.html", "notebooks/01_build.html"),
     "guides/symptoms.html": ("own_gpu.html#one-model",),
     "search.html": ("searchindex.js",),
 }
