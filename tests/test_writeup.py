@@ -100,7 +100,7 @@ FIRST = [
     cell(display({"image/png": base64.b64encode(tiny_png()).decode()}), caption="A caption of the cell"),
     cell(display({"text/markdown": f"|{'column_name |' * 18}\n|{'---|' * 18}\n|{'-1.123456 |' * 18}"})),
     cell(stream("never shown"), stream("warning!", "stderr")),
-    cell(display({"text/markdown": "left out"}), tags=["remove_output"]),
+    cell(display({"text/markdown": "left out"}), tags=["not_in_writeup"]),
     cell(show(answers.answer("transformer_accounting (b)", "| part | share |\n|---|---|\n| the ffn | 60.5 ms |"))),
     cell(
         show(answers.answer("transformer_accounting (a)", "There are **1.64 billion**, $a \\odot b \\otimes c$, こ."))

@@ -16,8 +16,8 @@ from workbook.report.answers import METADATA_KEY
 from workbook.report.coverage import Answered
 from workbook.seal import sealed_files
 
-REMOVE_OUTPUT = "remove_output"
-"""Tag of a cell whose outputs the writeup leaves out."""
+NOT_IN_WRITEUP = "not_in_writeup"
+"""Tag of a cell whose outputs the writeup leaves out; pages show them."""
 
 SUFFIXES = {"image/svg+xml": ".svg", "image/png": ".png", "image/jpeg": ".jpg"}
 HEADING = re.compile(r"##? ")
@@ -47,7 +47,7 @@ def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> No
             contents.text.append(cell.source)
             if HEADING.match(cell.source):
                 table = figure = samples = ""
-        if cell.cell_type != "code" or REMOVE_OUTPUT in tags(cell):
+        if cell.cell_type != "code" or NOT_IN_WRITEUP in tags(cell):
             continue
         for output in cell.outputs:
             data = output.get("data", {})
