@@ -49,7 +49,7 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
     keep_checkpoints=4,
 )
 
-LEADERBOARD = replace(  # CSE599-O A1 section 7.5: OpenWebText, read once, for 1.5 hours on one H100
+LEADERBOARD = replace(  # CSE599-O A1 section 7.5: OpenWebText, for 1.5 hours on one H100
     HANDOUT,
     model=model_config(
         "small", d_ff=2048, vocab_size=32_000, context_length=1024, tie_embeddings=True, attention="flash"
