@@ -591,7 +591,9 @@ def draw(names: Sequence[str], folder: Path = FOLDER) -> None:
     style = {"font.family": "DejaVu Sans", "text.color": INK, "axes.edgecolor": LINE, "axes.labelcolor": INK}
     for name, picture in pictures().items():
         if not names or name in names:
-            with matplotlib.rc_context(style):
+            with matplotlib.rc_context():
+                matplotlib.rcdefaults()
+                plt.rcParams.update(style)
                 picture()
                 save_figure(plt.gcf(), folder / f"{name}.svg", facecolor=GROUND)
             plt.close("all")
