@@ -13,6 +13,7 @@ from IPython.display import Code
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
+from workbook.exercises.checking import begin
 from workbook.report.answers import answer, escaped, table
 from workbook.report.figures import Picture, save_figure, use_style
 from workbook.report.results import Results
@@ -49,6 +50,7 @@ def start(
         plt.close(figure)  # or the notebook shows it a second time
         return Picture(saved, caption)
 
+    begin(out)
     return Results(out, records), show, chosen
 
 
