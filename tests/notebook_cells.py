@@ -36,7 +36,7 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
     variables: dict[str, Any] = {"__name__": "__main__"}
     answers, here = {}, Path.cwd()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             for number, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):
                 tree, file = ast.parse(cell.source), f"<{name}, code cell {number}>"
                 last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
@@ -50,6 +50,8 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
                     answers[problem] = {key: found[key] for key in ("text", "holds", "missing") if found[key]}
     finally:
         os.chdir(here)
+    wrong = [line for line in printed.getvalue().splitlines() if line.startswith("✗")]
+    assert not wrong, f"solutions that their own checks refuse: {wrong}"
     return answers
 
 

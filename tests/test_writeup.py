@@ -169,6 +169,7 @@ def test_each_handout_has_its_problems_in_its_order_and_no_code(writeup):
 
 def test_the_report_is_its_notebook(tmp_path):
     cells = ["# WikiText", "## Setting\n\nA text.", cell(show(answers.answer("optimization report (x)", "Found.")))]
+    cells.insert(2, new_markdown_cell("An exercise.", metadata={"tags": ["not_in_writeup"]}))
     out = executed_workbook(tmp_path, _10_wikitext=cells)
     (pdf,) = write_writeup(out)
     assert pdf.stem == "wikitext103-report"

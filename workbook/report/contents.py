@@ -17,7 +17,7 @@ from workbook.report.coverage import Answered
 from workbook.seal import sealed_files
 
 NOT_IN_WRITEUP = "not_in_writeup"
-"""Tag of a cell whose outputs the writeup leaves out; pages show them."""
+"""Tag of a cell that the writeup leaves out, text or outputs; pages show it."""
 
 SUFFIXES = {"image/svg+xml": ".svg", "image/png": ".png", "image/jpeg": ".jpg"}
 HEADING = re.compile(r"##? ")
@@ -42,12 +42,12 @@ def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> No
     results = [file for file in sealed_files(notebook) if file.startswith("results/")]
     contents, pictures = NotebookContents(name, results=results), 0
     table = figure = samples = ""
-    for cell in notebook.cells:
+    for cell in (cell for cell in notebook.cells if NOT_IN_WRITEUP not in tags(cell)):
         if cell.cell_type == "markdown":
             contents.text.append(cell.source)
             if HEADING.match(cell.source):
                 table = figure = samples = ""
-        if cell.cell_type != "code" or NOT_IN_WRITEUP in tags(cell):
+        if cell.cell_type != "code":
             continue
         for output in cell.outputs:
             data = output.get("data", {})
