@@ -109,12 +109,13 @@ clean:  ## remove .venv and caches; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# --no-compile: half of the time would go into modules that nobody imports.
 $(INSTALLED): pyproject.toml workbook/pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
 	  echo 'No Python from 3.11 on with venv was found: install one (on Debian and Ubuntu with python3-venv), or name it with make PYTHON=/path/to/python3.' >&2; exit 2; fi
 	@if [ ! -x $(BIN)/python ]; then echo "Making $(VENV) with $$($(PYTHON) --version)."; $(PYTHON) -m venv $(VENV); fi
 	@echo 'Installing lmcore and its dependencies into $(VENV) (a few minutes the first time).'
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' -e ./workbook \
+	@$(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' -e ./workbook \
 	  | sed -En 's/^(Downloading .*MB\)|Installing collected packages|Installing build).*/  \1/p'
 	@git config filter.notebook.clean '$(BIN)/python -m workbook.notebook' 2>/dev/null || true  # see .gitattributes
 	@touch $@
