@@ -58,14 +58,45 @@ def judge(exercise: Exercise, solution: Any, guarded: bool = True) -> Verdict:
 
     `guarded`: what the exercise is about may not be called, nor take for ever (`workbook.exercises.guard`).
     """
+    found = attempt(exercise, solution, guarded)
+    return Verdict(False, found) if isinstance(found, str) else judge_outcomes(exercise, found)
+
+
+def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any] | str:
+    """What a solution makes of each case (of a question: the number alone), or a sentence why there is nothing."""
     if exercise.is_question:
-        return _judge_number(exercise, solution)
-    return _judge_function(exercise, solution, run if guarded else lambda function, *_: function())
+        return "not answered yet." if solution is None or solution is ... else [solution]
+    if not callable(solution) and not isinstance(solution, tuple):  # a tuple of functions that belong together
+        return f"A function or a class is asked for, not a {type(solution).__name__}."
+    inputs = exercise.inputs()
+    try:
+        if not guarded:
+            return exercise.of_inputs(solution, inputs)
+        return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds)
+    except NotImplementedError:
+        return "not written yet."
+    except Refused as refused:
+        return str(refused)
+    except Exception as error:
+        return f"Your code raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
+    """Compares what a solution made of the cases with the library's; names a usual mistake where that differs."""
+    if exercise.is_question:
+        return _judge_number(exercise, found[0])
+    expected = exercise.outcomes(exercise.answer)
+    words = difference(found, expected, exercise.tolerance)
+    if words is None:
+        return Verdict(True, f"right in {len(expected)} cases.")
+    if len(found) == len(expected):
+        for sentence, wrong in exercise.mistakes.items():
+            if _alike(found, exercise.outcomes(wrong), expected, exercise.tolerance):
+                return Verdict(False, sentence)
+    return Verdict(False, f"Case {words.removeprefix('Item ')}" if words.startswith("Item") else words)
 
 
 def _judge_number(exercise: Exercise, found: Any) -> Verdict:
-    if found is None or found is ...:
-        return Verdict(False, "not answered yet.")
     if not (words := difference(found, exercise.answer, exercise.tolerance)):
         return Verdict(True, "right.")
     for sentence, wrong in exercise.mistakes.items():
@@ -73,27 +104,6 @@ def _judge_number(exercise: Exercise, found: Any) -> Verdict:
             return Verdict(False, sentence)
     number = isinstance(found, int | float) and exercise.answer
     return Verdict(False, f"It is {found / exercise.answer:.3g} times what it should be." if number else words)
-
-
-def _judge_function(exercise: Exercise, solution: Any, run: Callable) -> Verdict:
-    if not callable(solution) and not isinstance(solution, tuple):  # a tuple of functions that belong together
-        return Verdict(False, f"A function or a class is asked for, not a {type(solution).__name__}.")
-    expected, inputs = exercise.outcomes(exercise.answer), exercise.inputs()
-    try:
-        found = run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds)
-    except NotImplementedError:
-        return Verdict(False, "not written yet.")
-    except Refused as refused:
-        return Verdict(False, str(refused))
-    except Exception as error:
-        return Verdict(False, f"Your code raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    words = difference(found, expected, exercise.tolerance)
-    if words is None:
-        return Verdict(True, f"right in {len(expected)} cases.")
-    for sentence, wrong in exercise.mistakes.items():
-        if _alike(found, exercise.outcomes(wrong), expected, exercise.tolerance):
-            return Verdict(False, sentence)
-    return Verdict(False, f"Case {words.removeprefix('Item ')}" if words.startswith("Item") else words)
 
 
 def _alike(found: list, wrong: list, expected: list, tolerance: float) -> bool:
