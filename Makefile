@@ -23,7 +23,7 @@ SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 A2 ?=
-.PHONY: help install workbook record pages lint test test-slurm test-faults official handin lab submit status refresh-notebooks clean
+.PHONY: help install workbook record pages lint test test-slurm test-faults official handin lab submit refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -94,9 +94,6 @@ lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
 submit: $(INSTALLED)  ## the notebooks as Slurm jobs (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
 	@$(BIN)/workbook submit --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
-
-status: $(INSTALLED)  ## the jobs that were submitted: state, last line of the log, loss
-	@$(BIN)/workbook status
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
 	@for notebook in notebooks/*.ipynb; do echo "$$notebook"; env -u MPLBACKEND $(BIN)/jupyter nbconvert \

@@ -31,7 +31,7 @@ from lmcore.text import read_text
 from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import find_files, read_merges
 from lmcore.train import train
-from workbook.jobs.site import load_site
+from workbook.jobs import load_site
 from workbook.parameters import read_mapping
 
 

@@ -70,7 +70,7 @@ def test_the_command_is_whole_and_names_no_machine(monkeypatch):
     folder = os.path.abspath("runs/x")
     words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={folder}", "--data", "/home/text"]
     for argv, expected in (
-        (["/site/workbook/__main__.py", "status", folder], "workbook status runs/x"),
+        (["/site/workbook/__main__.py", "writeup", folder], "workbook writeup runs/x"),
         (words, "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"),
     ):
         monkeypatch.setattr(sys, "argv", argv)

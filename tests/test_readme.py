@@ -16,7 +16,8 @@ GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "pages"
 PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md", "results/README.md", *GUIDES)
 PROGRAMS = {"lmcore": application.application, "workbook": workbook.cli.commands}
 INSTALLED = {f".venv/bin/{name}" for name in ("python", "pytest", "mypy", "lint-imports")}
-OTHERS = {"git", "cd", "source", "nano", "srun", "papermill", "torchrun", "make", "sbatch"} | INSTALLED
+SLURM = {"sbatch", "srun", "squeue", "sacct"}
+OTHERS = {"git", "cd", "source", "nano", "papermill", "torchrun", "make", "tail"} | SLURM | INSTALLED
 """Programs that are not ours."""
 
 FILES = {"bin", "json", "jsonl", "md", "py", "safetensors", "toml", "yaml"}

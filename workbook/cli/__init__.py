@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from lmcore.cli import application
-from workbook.cli import jobs, notebooks, sweep
+from workbook.cli import notebooks, sweep
+from workbook.jobs import requeue, submit
 from workbook.run import run
 
 
 def commands(arguments: Sequence[str]) -> SubcommandApp:
     """All commands; those of job.sh and `run_sweep` only where they are called."""
-    unlisted = [command for command in (jobs.requeue, sweep.work) if [command.__name__] == list(arguments[:1])]
-    listed = (run, jobs.submit, jobs.status, sweep.sweep, notebooks.writeup, notebooks.handin)
+    unlisted = [command for command in (requeue, sweep.work) if [command.__name__] == list(arguments[:1])]
+    listed = (run, submit, sweep.sweep, notebooks.writeup, notebooks.handin)
     return application.commands((*listed, *unlisted), {})
 
 

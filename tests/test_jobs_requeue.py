@@ -1,4 +1,4 @@
-"""`workbook status`, and when a job that was stopped is queued again."""
+"""When a job that was stopped is queued again."""
 
 import json
 from pathlib import Path
@@ -9,47 +9,13 @@ from job_projects import command
 from lmcore.errors import UserError
 from lmcore.files import write_json
 from workbook.cli import main
-from workbook.jobs.requeue import requeue
-
-SQUEUE = """echo '  JOBID  NAME  STATE'
-echo '     16  another  RUNNING  n1'
-echo '     17  02_train  RUNNING  n1'
-echo '     18  writeup  PENDING  (Dependency)'"""
+from workbook.jobs import requeue
 
 
 @pytest.fixture
 def bin(tmp_path) -> Path:
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
-
-
-def test_it_joins_squeue_sacct_and_logs(tmp_path, bin, monkeypatch, capsys):
-    out = tmp_path / "out"
-    write_json(out / "jobs" / "submitted.json", dict(zip("abcd", ("17", "18", "19", "20"), strict=True)))
-    for name, content in {
-        "02_train-17.log": b"begun\n" + b"x" * 200_000 + b"\nworkbook: 3 s\rworkbook: cell \xff\n \n",
-        "writeup-18.log": b"\x1b[31mlmcore: no luck\x1b[0m\n",
-        "05_nsys-20.log": b"",
-        "05_nsys-170.log": b"of another job",
-    }.items():
-        (out / "jobs" / name).write_bytes(content)
-    command(bin, "squeue", SQUEUE, monkeypatch)
-    command(bin, "sacct", "echo '     19  04_benchmark  FAILED'", monkeypatch)
-    assert main(["status", str(out)]) == 0
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert told == [
-        [str(out)],
-        ["JOBID", "NAME", "STATE"],
-        ["17", "02_train", "RUNNING", "n1"],
-        ["18", "writeup", "PENDING", "(Dependency)"],
-        ["19", "04_benchmark", "FAILED"],
-        ["02_train-17.log:", "workbook:", "cell", "\ufffd"],
-        ["writeup-18.log:", "lmcore:", "no", "luck"],
-    ]
-    assert (bin / "sacct.called").read_text().endswith(" --jobs=19,20\n")
-    command(bin, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", monkeypatch)
-    assert main(["status", str(out)]) == 0
-    assert "Slurm does not answer (squeue: slurm_load_jobs error: Unable" in capsys.readouterr().out
 
 
 @pytest.fixture
