@@ -1,15 +1,18 @@
 """The measures of text and their intervals, which stand in cells of notebook 03."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from notebook_cells import PROJECT
 
-from lmcore.config import GenerateConfig
+from lmcore.config import ModelConfig
 from workbook.notebook import read_notebook
 
-MEASURES = ["02", "words", "known", "halves", "halves-known", "likelihood", "likelihood-known", "bootstrap"]
-MEASURES += ["bootstrap-known"]
+MEASURES = ["02", "words", "repetition", "known", "halves", "names", "halves-known", "likelihood", "bootstrap"]
+MEASURES += ["difference", "bootstrap-known"]
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +20,9 @@ def cells(tmp_path_factory):
     """What the cells define. Those of known cases hold assertions of their own."""
     sources = {cell.id: cell.source for cell in read_notebook(PROJECT / "notebooks" / "03_generate.ipynb").cells}
     parameters = {"out": str(tmp_path_factory.mktemp("out")), "scale": "smoke", "records": ""}
-    parameters |= {"max_new_tokens": 8, "temperature": 0.8, "top_p": 0.9}
     variables = parameters | {"__name__": "__main__"}
     for name in MEASURES:
         exec(compile(sources[f"generate-{name}"], name, "exec"), variables)
-    assert variables["chosen"] == GenerateConfig(max_new_tokens=8, temperature=0.8, top_p=0.9)
     return variables
 
 
@@ -33,6 +34,33 @@ def test_halves_join_to_the_story_and_are_cut_after_a_sentence_past_the_middle(c
     assert first.endswith("near.")
     assert cells["halves"]("") is None
     assert cells["names_kept"]("Tim ran. ", "Tim and Tim met Ann, and the Dog of Tim's.", {"Tim", "Ann"}) == 3 / 4
+
+
+def test_distinct_is_of_stories_together_and_of_one_length(cells):
+    two = [cells["words_of"](story) for story in ("a big red dog ran", "a big red cat")]
+    assert [cells["distinct"](two, n, 4) for n in (1, 2, 3)] == pytest.approx([5 / 8, 4 / 6, 3 / 4])
+    assert cells["distinct"]([two[0]] * 2, 1, 5) == 0.5
+    assert np.isnan(cells["distinct"](two, 1, 5))  # one is too short
+
+
+class Echo(torch.nn.Module):
+    """Of three tokens, those seen k times have a probability of (k + 1) / (n + 3) after n tokens."""
+
+    config = ModelConfig(3, context_length=16, d_model=4, num_layers=1, num_heads=1, d_ff=4)
+
+    def forward(self, ids):
+        seen = torch.nn.functional.one_hot(ids, 3).cumsum(1) + 1.0
+        return (seen / seen.sum(-1, keepdim=True)).log()
+
+
+def test_likelihoods_are_those_of_a_model_whose_probabilities_can_be_counted(cells):
+    letters = SimpleNamespace(eot_id=0, encode=lambda text: ["<ab".index(letter) for letter in text])
+    model, log_likelihoods = Echo().to(cells["device"]), cells["log_likelihoods"]
+    found = log_likelihoods(model, letters, [("aaaa", "aa"), ("bbb", "aa"), ("bbbb", "aa")])
+    by_hand = [np.log([5 / 8, 6 / 9]).mean(), np.log([1 / 7, 2 / 8]).mean(), np.log([1 / 8, 2 / 9]).mean()]
+    np.testing.assert_allclose(found, by_hand, rtol=1e-5)
+    last = log_likelihoods(model, letters, [("aaaa", "aa"), ("", "a")], skip=1)
+    np.testing.assert_allclose(last, [np.log(6 / 9), np.nan], rtol=1e-5)  # without its first token; none is left
 
 
 def test_intervals_of_clustered_values_cover_their_mean(cells):
