@@ -1,17 +1,19 @@
 """`check`: a reader's solution beside the library's; what was solved is kept in the output folder."""
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pandas as pd
 
 from lmcore.errors import require
-from lmcore.files import read_json, write_json
+from lmcore.files import locked, read_json, write_json
 from workbook.exercises import chapters as chapters  # fills EXERCISES
-from workbook.exercises.exercise import EXERCISES, Exercise, difference, largest_error
+from workbook.exercises.exercise import EXERCISES, Exercise, codes, converted, difference, largest_error
 from workbook.exercises.guard import Refused, run
 
 progress_file = Path("exercises.json")
@@ -64,15 +66,21 @@ def judge(exercise: Exercise, solution: Any, guarded: bool = True) -> Verdict:
 
 def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any] | str:
     """What a solution makes of each case (of a question: the number alone), or a sentence why there is nothing."""
+    if solution is None or solution is ...:
+        return "not answered yet."
     if exercise.is_question:
-        return "not answered yet." if solution is None or solution is ... else [solution]
-    if not callable(solution) and not isinstance(solution, tuple):  # a tuple of functions that belong together
+        return [solution]
+    if not (callable(solution) or isinstance(solution, type(exercise.answer))):  # some are a tuple, or a dictionary
         return f"A function or a class is asked for, not a {type(solution).__name__}."
+    if guarded and solution is exercise.answer:
+        return "This is the library's; write your own."
     inputs = exercise.inputs()
     try:
         if not guarded:
             return exercise.of_inputs(solution, inputs)
-        return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds)
+        given = answers_before(exercise)
+        own = answers_before(None) - given
+        return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds, own, given)
     except NotImplementedError:
         return "not written yet."
     except Refused as refused:
@@ -86,14 +94,17 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
     if exercise.is_question:
         return _judge_number(exercise, found[0])
     expected = exercise.outcomes(exercise.answer)
-    words = difference(found, expected, exercise.tolerance)
-    if words is None:
-        return Verdict(True, f"right in {len(expected)} cases.")
-    if len(found) == len(expected):
-        for sentence, wrong in exercise.mistakes.items():
-            if _alike(found, exercise.outcomes(wrong), expected, exercise.tolerance):
-                return Verdict(False, sentence)
-    return Verdict(False, f"Case {words.removeprefix('Item ')}" if words.startswith("Item") else words)
+    if len(found) != len(expected):
+        return Verdict(False, f"There are {len(found)} results, not {len(expected)}.")
+    differences = exercise.differences(found, expected)
+    cases = len(expected) - len(exercise.dtypes)
+    if not any(differences):
+        return Verdict(True, f"right in {cases} case{'s' * (cases > 1)}.")
+    for sentence, wrong in exercise.mistakes.items():
+        if _alike(exercise, found, exercise.outcomes(wrong), expected):
+            return Verdict(False, sentence)
+    case, words = next((case, words) for case, words in enumerate(differences) if words)
+    return Verdict(False, f"Case {case}: {words}")
 
 
 def _judge_number(exercise: Exercise, found: Any) -> Verdict:
@@ -106,17 +117,30 @@ def _judge_number(exercise: Exercise, found: Any) -> Verdict:
     return Verdict(False, f"It is {found / exercise.answer:.3g} times what it should be." if number else words)
 
 
-def _alike(found: list, wrong: list, expected: list, tolerance: float) -> bool:
+def answers_before(exercise: Exercise | None) -> set[CodeType]:
+    """The code of the answers to all exercises before this one, which the reader may have been given back."""
+    before = sorted(EXERCISES.values(), key=lambda other: other.notebook)  # stable: within a notebook as in its text
+    return set().union(*(codes(other.answer) for other in itertools.takewhile(lambda one: one is not exercise, before)))
+
+
+def _alike(exercise: Exercise, found: list, wrong: list, expected: list) -> bool:
     """Whether a solution gives what a usual mistake gives, wherever that is not right."""
-    told = [case for case in range(len(wrong)) if difference(wrong[case], expected[case], tolerance)]
-    return bool(told) and all(difference(found[case], wrong[case], tolerance) is None for case in told)
+    told = [case for case, words in enumerate(exercise.differences(wrong, expected)) if words]
+    apart = exercise.differences(found, wrong)
+    return bool(told) and all(apart[case] is None for case in told)
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """What is noted in `progress_file`, by name."""
+    return read_json(progress_file) if progress_file.exists() else {}
 
 
 def keep(name: str, **values: Any) -> None:
-    """Notes something of an exercise in `progress_file`."""
-    kept = read_json(progress_file) if progress_file.exists() else {}
-    kept[name] = kept.get(name, {}) | values
-    write_json(progress_file, kept)
+    """Notes something of an exercise in `progress_file`; notebooks that run at once wait for each other."""
+    with locked(progress_file.with_suffix(".lock"), "", seconds=-1):
+        everything = kept()
+        everything[name] = everything.get(name, {}) | values
+        write_json(progress_file, everything)
 
 
 def predict(name: str, guess: float) -> None:
@@ -127,8 +151,7 @@ def predict(name: str, guess: float) -> None:
 
 def reveal(name: str, measured: float) -> None:
     """Shows what was measured beside the guess, and how far they are apart."""
-    kept = read_json(progress_file) if progress_file.exists() else {}
-    guess = kept.get(name, {}).get("guess")
+    guess = kept().get(name, {}).get("guess")
     keep(name, measured=float(measured))
     beside = "" if guess is None else f"; you expected {guess:g}, {_apart(guess, measured)}"
     print(f"{name}: {measured:.3g}{beside}.")
@@ -142,28 +165,38 @@ def _apart(guess: float, measured: float) -> str:
 
 
 def status() -> pd.DataFrame:
-    """A table of the notebooks: how many exercises are solved, and which are next."""
-    kept = read_json(progress_file) if progress_file.exists() else {}
-    rows = []
-    for notebook in dict.fromkeys(exercise.notebook for exercise in EXERCISES.values()):
+    """A table of all notebooks: how many exercises are solved, and which are next."""
+    noted, rows = kept(), []
+    for notebook in sorted({exercise.notebook for exercise in EXERCISES.values()}):
         names = [name for name, exercise in EXERCISES.items() if exercise.notebook == notebook]
-        left = [name for name in names if not kept.get(name, {}).get("solved")]
+        left = [name for name in names if not noted.get(name, {}).get("solved")]
         solved = f"{len(names) - len(left)} of {len(names)}"
         rows.append({"notebook": notebook, "solved": solved, "next": ", ".join(left[:3]) or "–"})
     return pd.DataFrame(rows).set_index("notebook")
 
 
 def compare(name: str, own: Callable, theirs: Callable | None = None) -> pd.DataFrame:
-    """Error and time of one's own solution beside the library's, and beside `theirs`, PyTorch's, where there is one."""
+    """One's own solution beside the library's, and beside `theirs`, PyTorch's, where there is one.
+
+    The columns: largest absolute error against the library's in float64, seconds for all cases (the least of five),
+    and the most bytes of tensors that exist at a time besides the arguments.
+    """
+    from lmcore.profiling.memory.recording import StorageEvents  # the fused step with it: seconds
+
     exercise, rows = of_name(name), []
-    expected = exercise.outcomes(exercise.answer)
+    exact = exercise.of_inputs(exercise.answer, [tuple(map(converted, case)) for case in exercise.inputs()])
     for whose, solution in (("yours", own), ("lmcore", exercise.answer), ("PyTorch", theirs)):
         if solution is None:
             continue
-        found, seconds = exercise.outcomes(solution), []
+        seconds = []
         for _ in range(5):
-            start = time.perf_counter()
-            exercise.outcomes(solution)
+            inputs, start = exercise.inputs(), time.perf_counter()
+            found = exercise.of_inputs(solution, inputs)
             seconds.append(time.perf_counter() - start)
-        rows.append({"solution": whose, "largest error": largest_error(found, expected), "time": min(seconds)})
+        with StorageEvents() as storages:
+            kept = exercise.of_inputs(solution, inputs := exercise.inputs())
+        peak = max(itertools.accumulate(event.bytes for event in storages.events), default=0)
+        del kept, inputs
+        error = largest_error(found, exact)
+        rows.append({"solution": whose, "error": error, "seconds": min(seconds), "bytes": peak})
     return pd.DataFrame(rows).set_index("solution")

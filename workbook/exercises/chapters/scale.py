@@ -1,431 +1,425 @@
 """Exercises of notebooks 07 to 10: kernels, ablations, several processes, and the report's study."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from queue import Queue
-from threading import Thread
 from typing import Any
+from unittest.mock import patch
+from weakref import ref
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lmcore.functional import cross_entropy
 from lmcore.model import sinusoidal_positions
 from workbook.exercises.exercise import exercise, normal
+from workbook.exercises.ranks import in_triton, on_processes, on_threads
 
-kernels = partial(exercise, notebook="07_kernels")
-experiments = partial(exercise, notebook="08_experiments")
-distributed = partial(exercise, notebook="09_distributed")
-study = partial(exercise, notebook="10_wikitext")
-
-
-def online_softmax(state: tuple, scores: Tensor, values: Tensor, **slip: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum and unnormalized output, (m, l, acc), of the queries after one more tile of keys."""
-    m, total, acc = state
-    new = torch.maximum(m, scores.amax(-1))
-    shrink, p = torch.exp(m - new), torch.exp(scores - new[:, None])
-    kept = total if slip.get("keep_sum") else total * shrink
-    acc_kept = acc if slip.get("keep_acc") else acc * shrink[:, None]
-    return new, kept + p.sum(-1), acc_kept + p @ values
+kernels = partial(exercise, notebook="07_kernels", names=globals())
+experiments = partial(exercise, notebook="08_experiments", names=globals())
+distributed = partial(exercise, notebook="09_distributed", names=globals())
+study = partial(exercise, notebook="10_wikitext", names=globals())
+inf = math.inf
 
 
 def _tiles() -> list[tuple]:
-    begin = torch.full((3,), -math.inf), torch.zeros(3), torch.zeros(3, 2)
+    begin = torch.full((3,), -inf), torch.zeros(3), torch.zeros(3, 2)
     first = normal(3, 4), normal(4, 2)
     return [(begin, *first), (online_softmax(begin, *first), 3 + normal(3, 4), normal(4, 2))]
 
 
-kernels(
-    "online_softmax",
-    online_softmax,
-    _tiles,
-    mistakes={
-        "What was summed before belongs to another maximum: the sum is to be rescaled.": partial(
-            online_softmax, keep_sum=True
-        ),
-        "The output of earlier tiles belongs to another maximum.": partial(online_softmax, keep_acc=True),
-    },
-)
+@kernels(_tiles)
+def online_softmax(state: tuple, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum and unnormalized output, (m, l, acc), of the queries after one more tile of keys."""
+    m, l, acc = state  # noqa: E741
+    m_new = torch.maximum(m, scores.amax(-1))
+    shrink, p = torch.exp(m - m_new), torch.exp(scores - m_new[:, None])
+    return m_new, l * shrink + p.sum(-1), acc * shrink[:, None] + p @ values
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool, **slip: Any) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of attention, tile by tile of `block` queries and keys; (seq, d) each."""
-    outputs, sums = [], []
-    positions = torch.arange(len(k))
-    for i in range(0, len(q), block):
-        rows = len(q[i : i + block])
-        state = torch.full((rows,), -math.inf), torch.zeros(rows), torch.zeros(rows, v.shape[-1])
-        for j in range(0, len(k) - slip.get("short", 0) * block, block):
-            scores = q[i : i + block] @ k[j : j + block].T / (q.shape[-1] ** 0.5 if slip.get("scaled", True) else 1)
-            if causal:
-                above = positions[j : j + block] > torch.arange(i, i + rows)[:, None]
-                scores = scores.masked_fill(above, -math.inf if slip.get("forbids", True) else 0.0)
-            state = online_softmax(state, scores, v[j : j + block])
-        m, total, acc = state
-        outputs.append(acc / total[:, None])
-        sums.append(total.log() if slip.get("bare") else m + total.log())
-    return torch.cat(outputs), torch.cat(sums)
+def _whole(*sizes: int, causal: bool, block: int) -> tuple:
+    return (*(normal(*sizes) for _ in range(3)), block, causal)
 
 
-kernels(
-    "flash_forward",
-    flash_forward,
-    lambda: [(*(normal(n, 4) for n in (8, 8, 8)), 4, True), (*(normal(n, 8) for n in (6, 6, 6)), 2, False)],
-    mistakes={
-        "The backward pass needs the logsumexp: the maximum is missing in it.": partial(flash_forward, bare=True),
-        "The scores are too large: by what are they divided?": partial(flash_forward, scaled=False),
-        "A forbidden key still gets weight.": partial(flash_forward, forbids=False),
-        "The last tile of keys is left out.": partial(flash_forward, short=1),
-    },
+@kernels(
+    lambda: [_whole(8, 4, block=4, causal=True), _whole(6, 8, block=2, causal=False)],
     avoid=("softmax", "scaled_dot_product_attention", "logsumexp"),
     tolerance=1e-4,
 )
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of attention, tile by tile of `block` queries and keys; (seq, d) each. (Dao et al. 2022)"""
+    outputs, sums, positions = [], [], torch.arange(len(k))
+    for i in range(0, len(q), block):
+        rows = positions[i : i + block]
+        state = torch.full((len(rows),), -inf), torch.zeros(len(rows)), torch.zeros(len(rows), v.shape[-1])
+        for j in range(0, len(k), block):
+            scores = q[rows] @ k[j : j + block].T / math.sqrt(q.shape[-1])
+            if causal:
+                scores = scores.masked_fill(positions[j : j + block] > rows[:, None], -inf)
+            state = online_softmax(state, scores, v[j : j + block])
+        m, l, acc = state  # noqa: E741
+        outputs.append(acc / l[:, None])
+        sums.append(m + l.log())
+    return torch.cat(outputs), torch.cat(sums)
 
 
-def flash_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, **slip: bool) -> tuple:
-    """Gradients of q, k and v, of the output's, with the probabilities recomputed from the logsumexp."""
+def _launch(kernel: Any, q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool) -> dict[str, Tensor]:
+    output, lse = torch.full_like(q, math.nan), torch.full((len(q),), math.nan)
     scale = 1 / math.sqrt(q.shape[-1])
-    p = torch.exp(q @ k.T * scale - lse[:, None])
-    dp = grad @ v.T
-    ds = p * (dp if slip.get("no_delta") else dp - (grad * out).sum(-1, keepdim=True))
-    ds = ds if slip.get("unscaled") else ds * scale
-    return ds @ k, ds.T @ q, p.T @ grad
+    kernel[(len(q) // block,)](q, k, v, output, lse, len(k), scale, q.shape[-1], block, causal)
+    return {"output": output, "logsumexp": lse}
+
+
+@kernels(
+    lambda: [_whole(32, 16, block=16, causal=causal) for causal in (True, False)],
+    use=partial(in_triton, _launch, "triton_flash_forward"),
+    avoid=("softmax",),
+    tolerance=1e-4,
+    seconds=120,
+)
+def triton_flash_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seq, scale, D, BLOCK, CAUSAL):
+    """Flash attention of BLOCK queries, those of this program; all matrices are (seq, D), one row behind the other."""
+    rows, columns, keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, BLOCK)
+    q = tl.load(q_ptr + rows[:, None] * D + columns[None, :])
+    m_i = tl.full((BLOCK,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, D), tl.float32)
+    for start in range(0, seq, BLOCK):
+        tile = (start + keys)[:, None] * D + columns[None, :]
+        scores = tl.dot(q, tl.trans(tl.load(k_ptr + tile))) * scale
+        if CAUSAL:
+            scores = tl.where(rows[:, None] >= (start + keys)[None, :], scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        shrink = tl.exp(m_i - m_new)
+        p = tl.exp(scores - m_new[:, None])
+        l_i = l_i * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p, tl.load(v_ptr + tile))
+        m_i = m_new
+    tl.store(out_ptr + rows[:, None] * D + columns[None, :], acc / l_i[:, None])
+    tl.store(lse_ptr + rows, m_i + tl.log(l_i))
 
 
 def _backward_case() -> list[tuple]:
-    q, k, v = (normal(6, 4) for _ in range(3))
-    return [(q, k, v, flash_forward(q, k, v, 2, False)[0], normal(6, 4), flash_forward(q, k, v, 2, False)[1])]
+    q, k, v, grad = (normal(6, 4) for _ in range(4))
+    output, lse = flash_forward(q, k, v, 2, False)
+    return [(q, k, v, output, grad, lse)]
 
 
-kernels(
-    "flash_backward",
-    flash_backward,
-    _backward_case,
-    mistakes={
-        "The gradient of softmax has a second term: what is D?": partial(flash_backward, no_delta=True),
-        "The scale of the scores is in their gradient, too.": partial(flash_backward, unscaled=True),
-        "The gradients of q and k are exchanged.": lambda *a: (
-            flash_backward(*a)[1],
-            flash_backward(*a)[0],
-            flash_backward(*a)[2],
-        ),
-    },
-    avoid=("grad", "backward", "softmax", "scaled_dot_product_attention"),
-    tolerance=1e-4,
-)
+@kernels(_backward_case, avoid=("grad", "backward", "softmax", "scaled_dot_product_attention"), tolerance=1e-4)
+def flash_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, of the output's, with the probabilities recomputed from the logsumexp."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.exp(q @ k.T * scale - lse[:, None])
+    delta = (grad * out).sum(-1, keepdim=True)
+    ds = p * (grad @ v.T - delta) * scale
+    return ds @ k, ds.T @ q, p.T @ grad
 
 
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, **slip: bool) -> Tensor:
-    """Mean cross-entropy of x @ weight.T, with the logits of `chunk` rows at a time."""
-    losses = [
-        cross_entropy(x[i : i + chunk] @ weight.T, targets[i : i + chunk]) * len(x[i : i + chunk])
-        for i in range(0, len(x), chunk)
-    ]
-    return torch.stack(losses).sum() / len(x)
-
-
-kernels(
-    "chunked_loss",
-    chunked_loss,
+@kernels(
     lambda: [(normal(7, 4), normal(9, 4), torch.arange(7), 3), (normal(4, 2), normal(5, 2), torch.arange(4), 4)],
-    mistakes={
-        "The last chunk is shorter: a mean of means weighs it too much.": lambda x, weight, targets, chunk: torch.stack(
-            [cross_entropy(x[i : i + chunk] @ weight.T, targets[i : i + chunk]) for i in range(0, len(x), chunk)]
-        ).mean(),
-        "The last, shorter chunk is left out.": lambda x, weight, targets, chunk: cross_entropy(
-            x[: len(x) // chunk * chunk] @ weight.T, targets[: len(x) // chunk * chunk]
-        ),
-    },
-    avoid=("cross_entropy", "nll_loss"),
+    avoid=("cross_entropy", "cross_entropy_loss", "nll_loss"),
 )
-kernels(
-    "causal_tiles",
-    16 * 17 // 2,
-    mistakes={
-        "Tiles above the diagonal need not be computed.": 16 * 16,
-        "Tiles on the diagonal have allowed keys, too.": 16 * 15 // 2,
-    },
-    tolerance=1e-9,
-)
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Mean cross-entropy of x @ weight.T, with the logits of `chunk` rows at a time."""
+    total = 0
+    for i in range(0, len(x), chunk):
+        part = targets[i : i + chunk]
+        total = total + cross_entropy(x[i : i + chunk] @ weight.T, part) * len(part)
+    return total / len(x)
 
 
+kernels(name="causal_tiles", tolerance=1e-9)(16 * 17 // 2)
+
+
+@experiments(lambda: [(normal(2, 3), torch.sin, torch.cos, torch.tanh, torch.sigmoid)], dtypes=(torch.float64,))
 def post_norm(x: Tensor, attend: Callable, feed_forward: Callable, norm1: Callable, norm2: Callable) -> Tensor:
-    """A post-norm block."""
+    """A post-norm block of these functions."""
     x = norm1(x + attend(x))
     return norm2(x + feed_forward(x))
 
 
-experiments(
-    "post_norm",
-    post_norm,
-    lambda: [(normal(2, 3), torch.sin, torch.cos, torch.tanh, torch.sigmoid)],
-    mistakes={
-        "This is pre-norm: here the sum is normalized.": lambda x, attend, feed_forward, norm1, norm2: (
-            (y := x + attend(norm1(x))) + feed_forward(norm2(y))
-        ),
-        "Only the branch is normalized; the sum is to be.": lambda x, attend, feed_forward, norm1, norm2: (
-            (y := x + norm1(attend(x))) + norm2(feed_forward(y))
-        ),
-        "Both branches see the block's input; the second sees what the first made.": (
-            lambda x, attend, feed_forward, norm1, norm2: norm2(norm1(x + attend(x)) + feed_forward(x))
-        ),
-    },
-)
-experiments(
-    "silu_width",
-    2016,
-    mistakes={
-        "SwiGLU has three matrices; a network without a gate has two.": 1344,
-        "This has more parameters than the gated one.": 2688,
-        "This has fewer parameters than the gated one.": 896,
-    },
-    tolerance=1e-9,
-)
-experiments(
-    "bits_per_byte",
-    lambda loss, tokens, size: loss * tokens / size / math.log(2),
-    [(3.0, 1000, 4000), (1.5, 100, 450)],
-    mistakes={
-        "The loss is in nats; a bit is ln 2 of them.": lambda loss, tokens, size: loss * tokens / size,
-        "A token has several bytes: the more, the fewer bits on each.": lambda loss, tokens, size: (
-            loss * size / tokens / math.log(2)
-        ),
-    },
-)
-experiments(
-    "is_a_finding",
-    lambda ours, theirs: (
-        abs(sum(ours) / len(ours) - sum(theirs) / len(theirs)) > max(max(ours) - min(ours), max(theirs) - min(theirs))
-    ),
-    [
-        ([1.5, 1.6, 1.7], [1.4, 1.5, 1.6]),
-        ([1.5, 1.51, 1.52], [1.4, 1.41, 1.42]),
-        ([1.5, 1.51], [1.4, 1.58]),
-        ([1.5, 1.7], [1.5, 1.6]),
-    ],
-    mistakes={
-        "Means always differ: by more than the seeds do?": lambda ours, theirs: sum(ours) != sum(theirs),
-        "The best seed of each is no comparison.": lambda ours, theirs: abs(min(ours) - min(theirs)) > 0.05,
-    },
-)
+experiments(name="silu_width", tolerance=1e-9)(2016)
 
 
-def ring_all_reduce(rank: int, size: int, x: Tensor, send: Callable, receive: Callable, **slip: Any) -> Tensor:
+@experiments([(3.0, 1000, 4000), (1.5, 100, 450)])
+def bits_per_byte(loss: float, tokens: int, size: int) -> float:
+    """Of a loss in nats per token, on a text of so many tokens and bytes."""
+    return loss * tokens / size / math.log(2)
+
+
+FINDINGS = [([1.5, 1.6, 1.7], [1.4, 1.5, 1.6]), ([1.5, 1.51, 1.52], [1.4, 1.41, 1.42])]
+
+
+@experiments([*FINDINGS, ([1.5, 1.51], [1.4, 1.58]), ([1.5, 1.7], [1.5, 1.6])])
+def is_a_finding(ours: list[float], theirs: list[float]) -> bool:
+    """Whether the means of the seeds' losses are further apart than the seeds of one are."""
+    apart = abs(sum(ours) / len(ours) - sum(theirs) / len(theirs))
+    return apart > max(max(ours) - min(ours), max(theirs) - min(theirs))
+
+
+@distributed(lambda: [([normal(6) for _ in range(n)],) for n in (2, 3)], use=on_threads, avoid=("all_reduce",))
+def ring_all_reduce(rank: int, size: int, x: Tensor, send: Callable, receive: Callable) -> Tensor:
     """The sum over the ranks; `send` gives a tensor to the next rank, `receive` takes one from the rank before."""
-    parts = [part.clone() for part in x.chunk(size)]
+    parts = [*x.chunk(size)]
     for turn in range(size - 1):
         send(parts[(rank - turn) % size])
         at = (rank - turn - 1) % size
-        received = receive()
-        parts[at] = received if slip.get("replaces") else parts[at] + received
-    for turn in range(0 if slip.get("half") else size - 1):
+        parts[at] = parts[at] + receive()
+    for turn in range(size - 1):
         send(parts[(rank + 1 - turn) % size])
         parts[(rank - turn) % size] = receive()
     return torch.cat(parts)
 
 
-def _on_ranks(solution: Callable, xs: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank returns; the ranks are threads, and a message that never comes is an error."""
-    size, results = len(xs), {}
-    boxes: list[Queue] = [Queue() for _ in xs]
-
-    def work(rank: int) -> None:
-        try:
-            send = lambda x: boxes[(rank + 1) % size].put(x.clone())  # noqa: E731
-            results[rank] = solution(rank, size, xs[rank].clone(), send, lambda: boxes[rank].get(timeout=3))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    failed = next((result for result in results.values() if isinstance(result, Exception)), None)
-    if failed is not None:
-        raise failed
-    return [results[rank] for rank in range(size)]
+@distributed(lambda: [([[normal(2), normal(3)] for _ in range(3)],)], dtypes=())
+def average_gradients(gradients: list[list[Tensor]]) -> list[Tensor]:
+    """The mean over the ranks of each parameter's gradient; a list for each rank."""
+    return [torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True)]
 
 
-distributed(
-    "ring_all_reduce",
-    ring_all_reduce,
-    lambda: [([normal(6) for _ in range(n)],) for n in (2, 3)],
-    mistakes={
-        "Each rank has the sum of one part: the sums have to go round, too.": partial(ring_all_reduce, half=True),
-        "What arrives replaces a part; it is to be added.": partial(ring_all_reduce, replaces=True),
-    },
-    use=_on_ranks,
-    avoid=("all_reduce",),
-)
+def _averaged(solution: Callable) -> dict[str, Any]:
+    """On a rank: weights and gradients of a model that began otherwise than on the other rank."""
+    torch.manual_seed(dist.get_rank())
+    model, x, during = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3), []
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+
+        def backward() -> None:
+            model(x).square().mean().backward()
+            during.append(sent.call_count > 0)
+
+        solution(model, backward)
+    gradients = [p.grad for p in model.parameters()]
+    return {"weights": [p.detach() for p in model.parameters()], "gradients": gradients, "sent meanwhile": during}
 
 
-def buckets(sizes: list[int], limit: int, backwards: bool = True, over: bool = False) -> list[list[int]]:
+def _without_overlap(solution: Callable) -> dict[str, Any]:
+    return {name: value for name, value in _averaged(solution).items() if name != "sent meanwhile"}
+
+
+@distributed(use=partial(on_processes, _without_overlap, "ddp"), avoid=("DistributedDataParallel",), seconds=120)
+def ddp(model: nn.Module, backward: Callable[[], None]) -> None:
+    """On each rank: takes rank 0's weights, calls `backward` once, and averages the gradients over the ranks."""
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+@distributed(use=partial(on_processes, _averaged, "overlapped_ddp"), avoid=("DistributedDataParallel",), seconds=120)
+def overlapped_ddp(model: nn.Module, backward: Callable[[], None]) -> None:
+    """As `ddp`, with `dist.all_reduce` of a gradient as soon as it is there, while the backward pass continues."""
+    works = []
+
+    def send(p: Tensor) -> None:
+        works.append(dist.all_reduce(p.grad, async_op=True))
+
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+        p.register_post_accumulate_grad_hook(send)
+    backward()
+    for work in works:
+        work.wait()
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
+
+
+@distributed([([4, 4, 2, 6, 1], 8), ([10, 1], 4), ([3, 3, 3], 100)])
+def buckets(sizes: list[int], limit: int) -> list[list[int]]:
     """Indices of parameters in buckets of at most `limit` numbers, in the order in which gradients become ready."""
-    order = list(reversed(range(len(sizes)))) if backwards else list(range(len(sizes)))
     made: list[list[int]] = []
-    for index in order:
-        held = sum(sizes[i] for i in made[-1]) if made else limit
-        if made and (held < limit if over else held + sizes[index] <= limit):
-            made[-1].append(index)
-        else:
-            made.append([index])
+    held = limit
+    for index in reversed(range(len(sizes))):
+        if not made or held + sizes[index] > limit:
+            made.append([])
+            held = 0
+        made[-1].append(index)
+        held += sizes[index]
     return made
 
 
-distributed(
-    "buckets",
-    lambda sizes, limit: buckets(sizes, limit),
-    [([4, 4, 2, 6, 1], 8), ([10, 1], 4), ([3, 3, 3], 100)],
-    mistakes={
-        "The last layer's gradients are ready first.": partial(buckets, backwards=False),
-        "A bucket is fuller than the limit.": partial(buckets, over=True),
-    },
+@distributed(
+    lambda: [(torch.arange(1.0, 8.0), rank, 3) for rank in range(3)] + [(torch.arange(1.0, 5.0), 1, 2)],
+    avoid=("chunk", "tensor_split"),
+    dtypes=(torch.float64,),
 )
-
-
-def shard(x: Tensor, rank: int, size: int, padded: bool = True) -> Tensor:
+def shard(x: Tensor, rank: int, size: int) -> Tensor:
     """The part of a flat tensor that a rank keeps: all parts are equally long, the last padded with zeros."""
-    length = -(-len(x) // size) if padded else len(x) // size
+    length = math.ceil(len(x) / size)
     part = x[rank * length : (rank + 1) * length]
     return torch.cat((part, x.new_zeros(length - len(part))))
 
 
-distributed(
-    "shard",
-    lambda x, rank, size: shard(x, rank, size),
-    lambda: [(torch.arange(1.0, 8.0), rank, 3) for rank in range(3)] + [(torch.arange(1.0, 5.0), 1, 2)],
-    mistakes={
-        "Numbers at the end belong to no rank.": partial(shard, padded=False),
-        "Numbers are dealt out in turn; a rank keeps a run of neighbors.": lambda x, rank, size: (
-            shard(x, 0, size) * 0 + torch.cat((x, x.new_zeros(-len(x) % size)))[rank::size]
-        ),
-    },
-    avoid=("chunk", "tensor_split"),
-)
+def _updated(solution: Callable) -> dict[str, Any]:
+    """On a rank: the parameters after a step with momentum, and for how many of them this rank has the state."""
+    torch.manual_seed(0)
+    parameters, momentum = [nn.Parameter(torch.randn(3)) for _ in range(4)], {}
+
+    def update(p: Tensor) -> None:
+        momentum[p] = 0.9 * momentum.get(p, 0) + p.grad
+        p.data -= 0.1 * momentum[p]
+
+    for _ in range(2):
+        for p in parameters:
+            p.grad = p.detach().clone()
+        solution(parameters, update)
+    return {"parameters": [p.detach() for p in parameters], "states": len(momentum)}
 
 
-def sharded_ffn(x: Tensor, w1: list[Tensor], w2: list[Tensor], **slip: bool) -> Tensor:
+@distributed(use=partial(on_processes, _updated, "zero1_step"), avoid=("ZeroRedundancyOptimizer",), seconds=120)
+def zero1_step(parameters: list[nn.Parameter], update: Callable[[Tensor], None]) -> None:
+    """On each rank: calls `update(p)` for its part of the parameters alone, and gives the others what it has updated.
+
+    Gradients are the same on all ranks. `update` makes the optimizer's state of a parameter when it is first called.
+    """
+    for index, p in enumerate(parameters):
+        owner = index % dist.get_world_size()
+        if owner == dist.get_rank():
+            update(p)
+        dist.broadcast(p.data, owner)
+
+
+def _gathered(solution: Callable) -> dict[str, Any]:
+    """On a rank: the result and the shard's gradient, and whether the whole weight is still there."""
+    shards, seen = [2.0, 3.0, 5.0, 7.0], []
+    mine = torch.tensor(shards[2 * dist.get_rank() :][:2])
+
+    def compute(whole: Tensor) -> Tensor:
+        seen.append(ref(whole))
+        return whole @ torch.tensor([1.0, 10.0, 100.0, 1000.0])
+
+    return {"result": solution(mine, compute), "whole weights afterwards": sum(one() is not None for one in seen)}
+
+
+@distributed(use=partial(on_processes, _gathered, "fsdp_gather"), avoid=("fully_shard",), seconds=120)
+def fsdp_gather(shard: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """On each rank: puts the flat weight together from all ranks' equal shards, computes with it, and lets go of it."""
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, shard)
+    return compute(torch.cat(parts))
+
+
+@distributed(lambda: [(normal(2, 3), [normal(4, 3), normal(4, 3)], [normal(3, 4), normal(3, 4)])])
+def sharded_ffn(x: Tensor, w1: list[Tensor], w2: list[Tensor]) -> Tensor:
     """relu(x W1^T) W2^T, of whose hidden features each rank has some: rows of W1 and columns of W2."""
     hidden = [torch.relu(x @ part.T) for part in w1]
-    if slip.get("summed"):
-        total = torch.stack([x @ part.T for part in w1]).sum(0)
-        hidden = [torch.relu(total)] * len(w1)
-    parts = torch.stack([h @ part.T for h, part in zip(hidden, w2, strict=True)])
-    return parts.mean(0) if slip.get("mean") else parts.sum(0)
+    return torch.stack([h @ part.T for h, part in zip(hidden, w2, strict=True)]).sum(0)
 
 
-distributed(
-    "sharded_ffn",
-    sharded_ffn,
-    lambda: [(normal(2, 3), [normal(4, 3), normal(4, 3)], [normal(3, 4), normal(3, 4)])],
-    mistakes={
-        "Ranks hold different hidden features: nothing is added before relu.": partial(sharded_ffn, summed=True),
-        "The parts are added up, not averaged.": partial(sharded_ffn, mean=True),
-    },
-)
-RING = 2 * 7 / 8 * 100
-distributed(
-    "ring_megabytes",
-    RING,
-    mistakes={
-        "Sums go round, and then come back: there are two rounds.": RING / 2,
-        "Messages are parts of the tensor, not the whole.": 2 * 7 * 100.0,
-        "Of eight parts, seven are sent in a round.": 200.0,
-    },
-    tolerance=1e-3,
-)
-distributed(
-    "zero1_bytes",
-    lambda parameters, ranks: 8 * parameters + 8 * parameters / ranks,
-    [(1e9, 4), (1e9, 1)],
-    mistakes={
-        "Weights and gradients are whole on each rank.": lambda n, ranks: 16 * n / ranks,
-        "AdamW keeps two moments for each parameter.": lambda n, ranks: 8 * n + 4 * n / ranks,
-    },
-)
-distributed(
-    "bubble",
-    lambda stages, batches: (stages - 1) / (batches + stages - 1),
-    [(4, 8), (2, 1), (1, 5)],
-    mistakes={
-        "The share is of the whole time, in which the bubble is, too.": lambda p, m: (p - 1) / m,
-        "The first stage does not wait for itself.": lambda p, m: p / (m + p),
-    },
-)
+distributed(name="ring_megabytes", tolerance=1e-3)(2 * 7 / 8 * 100)
 
 
-def average_gradients(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """The mean over the ranks of each parameter's gradient."""
-    return [torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True)]
+@distributed([(1e9, 4), (1e9, 1)])
+def zero1_bytes(parameters: float, ranks: int) -> float:
+    """Bytes on each rank in float32: weights and gradients whole, AdamW's state divided."""
+    return 8 * parameters + 8 * parameters / ranks
 
 
-distributed(
-    "average_gradients",
-    average_gradients,
-    lambda: [([[normal(2), normal(3)] for _ in range(3)],)],
-    mistakes={
-        "The sum is as large as a larger learning rate.": lambda gradients: [
-            torch.stack(of_one).sum(0) for of_one in zip(*gradients, strict=True)
-        ],
-        "This is one rank's gradient: what have the others seen?": lambda gradients: gradients[0],
-    },
-)
-study(
-    "word_perplexity",
-    lambda loss, tokens, words: math.exp(loss * tokens / words),
-    [(3.0, 120, 100), (4.0, 10, 10)],
-    mistakes={
-        "This is per token; a word has more than one.": lambda loss, tokens, words: math.exp(loss),
-        "Perplexities are not proportional to tokens: the exponent is.": lambda loss, tokens, words: (
-            math.exp(loss) * tokens / words
-        ),
-    },
-)
-study(
-    "sinusoidal_positions",
-    sinusoidal_positions,
-    [(5, 8), (3, 4)],
-    mistakes={
-        "Sines and cosines take turns; here they are halves.": lambda seq, d: torch.cat(
-            ((s := sinusoidal_positions(seq, d))[:, 0::2], s[:, 1::2]), -1
-        ),
-        "Sines come first.": lambda seq, d: sinusoidal_positions(seq, d).unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
-    },
-)
+@distributed([(1e9, 4), (1e9, 1)])
+def fsdp_bytes(parameters: float, ranks: int) -> float:
+    """Bytes on each rank in float32: weights, gradients and AdamW's state divided."""
+    return 16 * parameters / ranks
 
 
-def accumulated(loss: Callable, weight: Tensor, batches: list[Tensor], mean: bool = True) -> Tensor:
-    """Gradient of the mean loss over all batches, one of which is in memory at a time."""
-    weight = weight.detach().requires_grad_()
-    for batch in batches:
-        (loss(weight, batch) / (len(batches) if mean else 1)).backward()
-    return weight.grad
+@distributed([(4, 8), (2, 1), (1, 5)])
+def bubble(stages: int, batches: int) -> float:
+    """The share of a pipeline's time in which a stage waits, with so many micro-batches."""
+    return (stages - 1) / (batches + stages - 1)
+
+
+LAYER = [(131_072, 2560, 10_240, 16, 989.4e12, 450e9), (4096, 4608, 12_288, 4, 1e15, 25e9)]
+
+
+@distributed(LAYER, tolerance=1e-4)
+def data_parallel_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
+    """The backward pass of a SwiGLU layer, of b tokens on n devices; the handout's B, D, D_FF, N, C and W, FP16.
+
+    FLOPs of a device, seconds of communication, and the most devices that it does not slow down.
+    """
+    return {"flops": 12 * b * d * f / n, "seconds": (n - 1) / n * 12 * d * f / w, "devices": 1 + b * w / c}
+
+
+@distributed(LAYER, tolerance=1e-4)
+def fsdp_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
+    """As `data_parallel_calcs`, for the forward pass with FSDP."""
+    return {"flops": 6 * b * d * f / n, "seconds": (n - 1) / n * 6 * d * f / w, "devices": 1 + b * w / c}
+
+
+@distributed(LAYER, tolerance=1e-4)
+def tp_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
+    """As `data_parallel_calcs`, for the forward pass with tensor parallelism."""
+    return {"flops": 6 * b * d * f / n, "seconds": (n - 1) / n * 4 * b * d / w, "devices": 1 + 3 * f * w / (2 * c)}
+
+
+@distributed([(*sizes[:3], 8, *sizes[3:]) for sizes in LAYER], tolerance=1e-4)
+def fsdp_tp_calcs(b: int, d: int, f: int, n_fsdp: int, n_tp: int, c: float, w: float) -> dict[str, float]:
+    """As `data_parallel_calcs`, for the forward pass on n_fsdp * n_tp devices whose two kinds of messages overlap."""
+    gather, reduce = (n_fsdp - 1) / n_fsdp * 6 * d * f / n_tp / w, (n_tp - 1) / n_tp * 4 * b * d / n_fsdp / w
+    flops, devices = 6 * b * d * f / (n_fsdp * n_tp), (1 + b * w / c) * (1 + 3 * f * w / (2 * c))
+    return {"flops": flops, "seconds": max(gather, reduce), "devices": devices}
+
+
+XXL, XXL_TOKEN = 2 * 16_384 * 53_248 * 126, 2 * (16_384 + 53_248) * 126
+"""Parameters of the handout's XXL, and bytes that a token leaves for its backward pass in BF16."""
+ALPHA = 4.6e14 / (2 * 9e10)
+distributed(name="xxl_state_gb", tolerance=5e-3)(16 * XXL / 1e9)
+distributed(name="xxl_token_mb", tolerance=5e-3)(XXL_TOKEN / 1e6)
+distributed(name="xxl_devices", tolerance=1e-9)(math.ceil(16 * XXL / 95e9))
+distributed(name="xxl_tokens_per_device", tolerance=1e-2)(ALPHA / (2 * 4))
+
+
+def _reason(plan: dict[str, int]) -> str:
+    """What keeps a plan for XXL on 1,024 H100s from 80% of their peak, by notebook 09's forecast; or "nothing"."""
+    data, sharded, tensor, pipeline = (plan[name] for name in ("data", "sharded", "tensor", "pipeline"))
+    if data * sharded * tensor * pipeline != 1024:
+        return "GPUs"
+    blocks, batches = math.ceil(126 / pipeline), 2048 / (data * sharded)
+    weights, stream = blocks * 2 * 16_384 * 53_248 / tensor, 2 * 2048 * 16_384
+    saved = blocks * 2048 * 2 * (16_384 + 53_248 / tensor)
+    if 16 * weights / sharded + min(batches, pipeline) * saved > 80e9:
+        return "memory"
+    sums = 2 * blocks * batches * 2 * (tensor - 1) / tensor * stream / (450e9 if tensor <= 8 else 25e9)
+    shards, copies = 3 * batches * (sharded - 1) / sharded * 2 * weights, 2 * (data - 1) / data * 2 * weights / sharded
+    messages = (shards + copies + 2 * batches * stream / tensor * (pipeline > 1)) / 25e9
+    computing = 6 * weights * batches * 2048 / 989.4e12
+    step = (computing + sums) / (1 - bubble(pipeline, batches))
+    ideal = 6 * XXL * 2048 * 2048 / (1024 * 989.4e12)
+    return "nothing" if ideal > 0.8 * max(step, messages) else "messages" if messages > step else "waiting"
+
+
+def plan(data: int, sharded: int, tensor: int, pipeline: int) -> dict[str, int]:
+    """In how many parts a plan divides the copies, FSDP's ranks, the matrices and the layers."""
+    return {"data": data, "sharded": sharded, "tensor": tensor, "pipeline": pipeline}
+
+
+distributed(name="plan_1024", use=_reason)(plan(16, 1, 4, 16))
+
+
+@study([(3.0, 120, 100), (4.0, 10, 10)])
+def word_perplexity(loss: float, tokens: int, words: int) -> float:
+    """Of a loss in nats per token."""
+    return math.exp(loss * tokens / words)
+
+
+study([(5, 8), (3, 4)])(sinusoidal_positions)
 
 
 def _squares(weight: Tensor, batch: Tensor) -> Tensor:
     return (batch @ weight).square().mean()
 
 
-study(
-    "accumulated",
-    lambda loss, weight, batches: accumulated(loss, weight, batches),
-    lambda: [(_squares, normal(3), [normal(4, 3) for _ in range(3)])],
-    mistakes={
-        "The gradients are added up; the loss is a mean.": partial(accumulated, mean=False),
-        "Only the last batch is in it.": lambda loss, weight, batches: accumulated(loss, weight, batches[-1:]),
-    },
-)
-study(
-    "chosen_loss",
-    lambda dev, validation: validation[dev.index(min(dev))],
-    [([3.0, 2.0, 2.5], [3.1, 2.2, 2.3]), ([1.0, 2.0], [1.5, 1.4]), ([2.0, 1.0, 3.0], [1.0, 1.6, 1.9])],
-    mistakes={
-        "The validation text has chosen its own best step; `dev` is to choose.": lambda dev, validation: min(
-            validation
-        ),
-        "This is the loss on `dev`.": lambda dev, validation: min(dev),
-        "This is the last step, not the chosen one.": lambda dev, validation: validation[-1],
-    },
-)
+@study(lambda: [(_squares, normal(3), [normal(4, 3) for _ in range(3)])])
+def accumulated(loss: Callable, weight: Tensor, batches: list[Tensor]) -> Tensor:
+    """Gradient of the mean loss over all batches, one of which is in memory at a time."""
+    weight = weight.detach().requires_grad_()
+    for batch in batches:
+        (loss(weight, batch) / len(batches)).backward()
+    return weight.grad
+
+
+@study([([3.0, 2.0, 2.5], [3.1, 2.2, 2.3]), ([1.0, 2.0], [1.5, 1.4]), ([2.0, 1.0, 3.0], [1.0, 1.6, 1.9])])
+def chosen_loss(dev: list[float], validation: list[float]) -> float:
+    """The validation loss of the step that `dev` chooses."""
+    return validation[dev.index(min(dev))]

@@ -1,0 +1,114 @@
+"""Exercises on several ranks: threads that hand messages on, two gloo processes, and Triton's interpreter in one."""
+
+import functools
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbook.exercises.exercise import EXERCISES, codes, defined
+from workbook.exercises.guard import Refused, run
+
+SECONDS_TO_START, SECONDS = 90, 15
+"""Time for the two processes to start, and for what they then do: a rank may wait for a message that never comes."""
+
+
+def on_threads(solution: Callable, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What `solution(rank, size, tensor, send, receive)` returns on each rank of a ring.
+
+    The ranks are threads; a message that does not come within three seconds is an error.
+    """
+    size, results = len(tensors), {}
+    boxes: list[Queue] = [Queue() for _ in tensors]
+
+    def work(rank: int) -> None:
+        def send(x: Tensor) -> None:
+            boxes[(rank + 1) % size].put(x.clone())
+
+        try:
+            results[rank] = solution(rank, size, tensors[rank].clone(), send, lambda: boxes[rank].get(timeout=3))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return _raised([results[rank] for rank in range(size)])
+
+
+def on_processes(job: Callable, name: str, solution: Any, *arguments: Any) -> list[Any]:
+    """What `job(solution, *arguments)` returns on each of two gloo processes, guarded as the exercise `name` is.
+
+    They are started once, which takes some seconds, and stay until this process ends.
+    """
+    ranks = two_ranks()
+    if not ranks.processes:  # one did not answer the last time
+        two_ranks.cache_clear()
+        ranks = two_ranks()
+    return _raised(ranks.run(_guarded, job, name, solution, arguments))
+
+
+@functools.cache
+def two_ranks() -> Any:
+    """Two gloo processes (`lmcore.distributed.Ranks`) that have imported what they need."""
+    from lmcore.distributed.ranks import Ranks  # FSDP with it: seconds, which other exercises do not take
+
+    ranks = Ranks(2, timeout=SECONDS_TO_START)
+    ranks.run(_guarded, len, "softmax", "", ())
+    ranks.timeout = SECONDS
+    return ranks
+
+
+def _guarded(rank: int, job: Callable, name: str, solution: Any, arguments: tuple) -> Any:
+    """On a rank: what the job returns, or the exception that it raises."""
+    exercise = EXERCISES[name]
+    own = set().union(*(codes(other.answer) for other in EXERCISES.values())) - codes(solution)
+    try:
+        return run(lambda: job(solution, *arguments), exercise.avoid, SECONDS - 1, own)
+    except (Refused, Exception) as error:
+        return error
+
+
+def _raised(results: list[Any]) -> list[Any]:
+    """The results, unless one is an exception: it is raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def in_triton(launch: Callable, name: str, kernel: Callable, *arguments: Any) -> Any:
+    """What `launch(kernel, *arguments)` returns in another process, where Triton's interpreter runs the kernel.
+
+    `kernel` is a plain function in Triton's language, without `triton.jit`, in which `tl` and `triton` are known; its
+    arguments in capitals are `tl.constexpr`.
+    Raises `Refused` where Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise Refused("not checked: Triton is not installed here; it needs Linux on x86-64.")
+    source = textwrap.dedent(inspect.getsource(kernel))
+    source = source[source.index("def ") :]
+    return on_processes(_launched, name, launch, source, kernel.__name__, *arguments)[0]
+
+
+def _launched(launch: Callable, source: str, name: str, *arguments: Any) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    if torch.distributed.get_rank() > 0:
+        return None
+    head, body = source.split("):", maxsplit=1)
+    head = re.sub(r"\b([A-Z]+)(?=[,\s]|$)", r"\1: tl.constexpr", head)
+    kernel = defined(f"{head}):{body}", name, {"triton": triton, "tl": tl})
+    return launch(triton.jit(kernel), *arguments)
