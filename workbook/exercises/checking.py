@@ -14,7 +14,7 @@ from lmcore.errors import require
 from lmcore.files import locked, read_json, write_json
 from workbook.exercises import chapters as chapters  # fills EXERCISES
 from workbook.exercises.exercise import EXERCISES, Exercise, codes, converted, difference, largest_error
-from workbook.exercises.guard import Refused, run
+from workbook.exercises.guard import LIBRARY, Refused, run
 
 progress_file = Path("exercises.json")
 """Where what was solved is kept; `begin` sets it."""
@@ -72,14 +72,13 @@ def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any
         return [solution]
     if not (callable(solution) or isinstance(solution, type(exercise.answer))):  # some are a tuple, or a dictionary
         return f"A function or a class is asked for, not a {type(solution).__name__}."
-    if guarded and solution is exercise.answer:
+    inputs, given = exercise.inputs(), answers_before(exercise)
+    own = answers_before(None) - given
+    if guarded and any(code in own | given or code.co_filename.startswith(LIBRARY) for code in codes(solution)):
         return "This is the library's; write your own."
-    inputs = exercise.inputs()
     try:
         if not guarded:
             return exercise.of_inputs(solution, inputs)
-        given = answers_before(exercise)
-        own = answers_before(None) - given
         return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds, own, given)
     except NotImplementedError:
         return "not written yet."
@@ -120,7 +119,12 @@ def _judge_number(exercise: Exercise, found: Any) -> Verdict:
 def answers_before(exercise: Exercise | None) -> set[CodeType]:
     """The code of the answers to all exercises before this one, which the reader may have been given back."""
     before = sorted(EXERCISES.values(), key=lambda other: other.notebook)  # stable: within a notebook as in its text
-    return set().union(*(codes(other.answer) for other in itertools.takewhile(lambda one: one is not exercise, before)))
+    return set().union(
+        *(
+            codes(other.answer)
+            for other in itertools.takewhile(lambda other: exercise is None or other.name != exercise.name, before)
+        )
+    )
 
 
 def _alike(exercise: Exercise, found: list, wrong: list, expected: list) -> bool:

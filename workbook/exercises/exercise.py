@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -130,9 +130,11 @@ def defined(source: str, name: str, names: Mapping[str, Any]) -> Any:
 
 
 def codes(answer: Any) -> set[CodeType]:
-    """The code of a function, of a class's methods, or of several of them."""
+    """The code of a function, of a class's methods, of what a partial calls, or of several of them."""
     if isinstance(answer, tuple):
         return set().union(*map(codes, answer))
+    if isinstance(answer, partial):
+        return codes(answer.func)
     functions = vars(answer).values() if isinstance(answer, type) else [answer]
     return {function.__code__ for function in functions if isinstance(function, FunctionType)}
 

@@ -46,16 +46,14 @@ def on_threads(solution: Callable, tensors: Sequence[Tensor]) -> list[Tensor]:
     return _raised([results[rank] for rank in range(size)])
 
 
-def on_processes(job: Callable, name: str, solution: Any, *arguments: Any) -> list[Any]:
+def on_processes(job: Callable, name: str | None, solution: Any, *arguments: Any) -> list[Any]:
     """What `job(solution, *arguments)` returns on each of two gloo processes, guarded as the exercise `name` is.
 
     They are started once, which takes some seconds, and stay until this process ends.
     """
-    ranks = two_ranks()
-    if not ranks.processes:  # one did not answer the last time
+    if not two_ranks().processes:  # one did not answer the last time
         two_ranks.cache_clear()
-        ranks = two_ranks()
-    return _raised(ranks.run(_guarded, job, name, solution, arguments))
+    return _raised(two_ranks().run(_guarded, job, name, solution, arguments))
 
 
 @functools.cache
@@ -64,17 +62,18 @@ def two_ranks() -> Any:
     from lmcore.distributed.ranks import Ranks  # FSDP with it: seconds, which other exercises do not take
 
     ranks = Ranks(2, timeout=SECONDS_TO_START)
-    ranks.run(_guarded, len, "softmax", "", ())
+    ranks.run(_guarded, len, None, "", ())
     ranks.timeout = SECONDS
     return ranks
 
 
-def _guarded(rank: int, job: Callable, name: str, solution: Any, arguments: tuple) -> Any:
+def _guarded(rank: int, job: Callable, name: str | None, solution: Any, arguments: tuple) -> Any:
     """On a rank: what the job returns, or the exception that it raises."""
-    exercise = EXERCISES[name]
-    own = set().union(*(codes(other.answer) for other in EXERCISES.values())) - codes(solution)
     try:
-        return run(lambda: job(solution, *arguments), exercise.avoid, SECONDS - 1, own)
+        if name is None:
+            return job(solution, *arguments)
+        own = set().union(*(codes(exercise.answer) for exercise in EXERCISES.values())) - codes(solution)
+        return run(lambda: job(solution, *arguments), EXERCISES[name].avoid, SECONDS - 1, own)
     except (Refused, Exception) as error:
         return error
 
@@ -87,18 +86,23 @@ def _raised(results: list[Any]) -> list[Any]:
     return results
 
 
-def in_triton(launch: Callable, name: str, kernel: Callable, *arguments: Any) -> Any:
+def in_triton(launch: Callable, avoid: Sequence[str], kernel: Callable, *arguments: Any) -> Any:
     """What `launch(kernel, *arguments)` returns in another process, where Triton's interpreter runs the kernel.
 
     `kernel` is a plain function in Triton's language, without `triton.jit`, in which `tl` and `triton` are known; its
-    arguments in capitals are `tl.constexpr`.
-    Raises `Refused` where Triton is not installed.
+    arguments in capitals are `tl.constexpr`. Raises `Refused` where its text calls what is to be avoided, or where
+    Triton is not installed.
     """
     if find_spec("triton") is None:
         raise Refused("not checked: Triton is not installed here; it needs Linux on x86-64.")
     source = textwrap.dedent(inspect.getsource(kernel))
     source = source[source.index("def ") :]
-    return on_processes(_launched, name, launch, source, kernel.__name__, *arguments)[0]
+    if "raise NotImplementedError" in source:  # Triton's language has no exceptions
+        raise NotImplementedError
+    for name in avoid:
+        if re.search(rf"\b{name}\b", source):
+            raise Refused(f"Your code calls {name} of a library, which is what you are to write.")
+    return on_processes(_launched, None, launch, source, kernel.__name__, *arguments)[0]
 
 
 def _launched(launch: Callable, source: str, name: str, *arguments: Any) -> Any:
