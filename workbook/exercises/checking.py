@@ -77,6 +77,7 @@ def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any
     if guarded and any(code in own | given or code.co_filename.startswith(LIBRARY) for code in codes(solution)):
         return "This is the library's; write your own."
     try:
+        exercise.expected  # noqa: B018 (first: what PyTorch imports on the way takes none of the reader's time)
         if not guarded:
             return exercise.of_inputs(solution, inputs)
         return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds, own, given)
@@ -92,13 +93,13 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
     """Compares what a solution made of the cases with the library's; names a usual mistake where that differs."""
     if exercise.is_question:
         return _judge_number(exercise, found[0])
-    expected = exercise.outcomes(exercise.answer)
+    expected = exercise.expected
     if len(found) != len(expected):
         return Verdict(False, f"There are {len(found)} results, not {len(expected)}.")
     differences = exercise.differences(found, expected)
     cases = len(expected) - len(exercise.dtypes)
     if not any(differences):
-        return Verdict(True, f"right in {cases} case{'s' * (cases > 1)}.")
+        return Verdict(True, f"right in {cases} cases.")
     for sentence, wrong in exercise.mistakes.items():
         if _alike(exercise, found, exercise.outcomes(wrong), expected):
             return Verdict(False, sentence)

@@ -56,6 +56,11 @@ class Exercise:
         """The function, or the number, that makes each usual mistake, by the sentence that tells it (mistakes.yaml)."""
         return {sentence: self._of_mistake(wrong) for sentence, wrong in MISTAKES[self.name].items()}
 
+    @cached_property
+    def expected(self) -> list[Any]:
+        """What the answer makes of each case."""
+        return self.outcomes(self.answer)
+
     def _of_mistake(self, wrong: Any) -> Any:
         slips = wrong if isinstance(wrong, list) else [str(wrong)]
         return slipped(self.answer, slips) if "=>" in slips[0] else eval(slips[0], {**self.names})
