@@ -23,7 +23,7 @@ SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 A2 ?=
-.PHONY: help install workbook record pages lint test test-slurm test-faults official handin lab submit refresh-notebooks clean
+.PHONY: help install workbook record pages lint test test-slurm test-faults official handin student grade lab submit refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -87,6 +87,15 @@ official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another
 
 handin: $(INSTALLED)  ## the hand-in of OUT (HANDOUT=, the name of a PDF: cs336-a1)
 	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --handout "$(HANDOUT)"
+
+STUDENT ?= student
+student: $(INSTALLED)  ## the edition for students: no solutions, outputs or answers (STUDENT=, a new folder)
+	@$(BIN)/workbook student "$(STUDENT)"
+
+HANDINS ?=
+GRADES ?= grades
+grade: $(INSTALLED)  ## the hand-ins of a course in HANDINS=, for HANDOUT=: table and rubrics in GRADES=
+	@$(BIN)/workbook grade "$(HANDINS)" --handout "$(HANDOUT)" --to "$(GRADES)"
 
 lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
 	$(BIN)/jupyter lab --notebook-dir . notebooks/01_build.ipynb

@@ -1,9 +1,11 @@
 """The hand-in that a handout asks for: its answers as a PDF, code.zip with the learning curve, and results.zip.
 
 CSE599-O A1 part 2, section 1.5: code.zip with the code, the scripts and the learning curve, and answers.pdf. CS336: the
-same two, the second by the name writeup.pdf. results.zip holds what the answers rest on: executed notebooks and tables.
+same two, the second by the name writeup.pdf. results.zip holds what the answers rest on: executed notebooks, tables,
+records of runs, and what one run is replayed from; manifest.json in it has the hash of every file.
 """
 
+import hashlib
 import os
 import re
 import subprocess
@@ -12,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, temporary_folder, write_json
 from workbook.report.verify import writeup_faults
 
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
+
+MANIFEST = "manifest.json"
 
 MAX_FILE_BYTES = 5_000_000
 """Larger files are left out: data, or what the code has made."""
@@ -51,7 +55,7 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
         notes.append(f"Nothing of {handout} is answered in {out}: there is no {pdf}.")
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, made=(out, to))
-    executed = sorted([*(out / "notebooks").glob("*.ipynb"), *(out / "results").glob("*.*")])
+    executed = sorted([*(out / "notebooks").glob("*.[ij]*"), *(out / "results").glob("*.*"), *run_records(out)])
     refuse_secrets([*(project / name for name in files), *executed])
     code = {Path("code", name): project / name for name in files}
     curves = [file for name in LEARNING_CURVES if (file := out / "figures" / name).is_file()]
@@ -60,7 +64,11 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
     made = [to / "code.zip", to / "results.zip"]
     write_zip(made[0], code)
-    write_zip(made[1], {Path("results", file.relative_to(out)): file for file in executed})
+    held = {Path("results", file.relative_to(out)): file for file in executed}
+    hashes = {name.as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for name, file in (code | held).items()}
+    with temporary_folder("lmcore-handin-") as folder:
+        write_json(folder / MANIFEST, hashes)
+        write_zip(made[1], held | {Path(MANIFEST): folder / MANIFEST})
     for name in ("answers.pdf", "writeup.pdf"):
         (to / name).unlink(missing_ok=True)  # of an earlier hand-in
     if pdf.is_file():
@@ -71,6 +79,17 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
     if left_out:
         notes.append(f"Left out, as links, too large or named like a secret: {', '.join(map(str, left_out))}.")
     return lines + [f"Note: {note}" for note in notes]
+
+
+def run_records(out: Path) -> list[Path]:
+    """Records of the runs in `out`; of the first that has them, the last but one checkpoint with its data as well."""
+    files = [path for path in (out / "runs").rglob("*") if path.suffix in (".json", ".jsonl")]
+    data = [path for path in (out / "data").rglob("*") if path.is_file()]
+    for folder in sorted((out / "runs").glob("*/checkpoints")):
+        replayed = [*sorted(folder.glob("step_*.pt"))[-2:-1], folder / "best.safetensors", *data]
+        if len(replayed) > len(data) + 1 and sum(path.stat().st_size for path in replayed) <= MAX_FILE_BYTES:
+            return files + replayed
+    return files
 
 
 def write_zip(path: Path, files: Mapping[Path, Path]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from lmcore.cli import application
-from workbook.cli import notebooks, sweep
+from workbook.cli import notebooks, sweep, teaching
 from workbook.jobs import requeue, submit
 from workbook.run import run
 

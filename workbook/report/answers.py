@@ -41,17 +41,20 @@ class Answer(Markdown):
         self.metadata = {METADATA_KEY: found}
 
 
-def answer(problem: str, text: str, holds: Mapping[str, Any] | None = None, missing: str = "") -> Answer:
+def answer(problem: str, text: Any, holds: Mapping[str, Any] | None = None, missing: str = "") -> Markdown:
     """The answer to a handout problem, to be the last expression of its cell.
 
     `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `text` is
     Markdown, as a rule an f-string; a number in it that is NaN is shown as not measured. `holds` maps a conclusion that
     another machine could contradict to whether it holds here (all of an array); what does not is printed below the
     answer. `missing` is what the handout asks for and the answer lacks: the problem then counts as answered in part.
-    Raises `UserError` on an empty text or another form of name.
+    `...` in place of the text is an answer that is yet to be written. Raises `UserError` on an empty text or another
+    form of name.
     """
     match = re.fullmatch(r"([A-Za-z][\w ]*?)\s*(?:\(([\w, -]+)\))?", problem.strip())
     require(match is not None, f"A problem is named like 'adamw' or 'adamwAccounting (b)', not {problem!r}.")
+    if text is ...:
+        return Markdown(f"> **Answer — {problem}.** *Not written yet.*")
     text = NOT_A_NUMBER.sub("(not measured)", inspect.cleandoc(text))
     require(bool(text), f"The answer to {problem} is empty.")
     held = {conclusion: bool(np.all(true)) for conclusion, true in (holds or {}).items()}

@@ -73,6 +73,12 @@ def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> No
     return contents
 
 
+def given_answers(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    """The text of each answer in an executed notebook, by problem and part."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return {f"{a['problem']} {a['part']}".strip(): a["text"] for output in outputs if (a := _answer(output))}
+
+
 def _answer(output: Any) -> dict[str, Any] | None:
     """What an output's metadata say of the answer that it is; IPython puts them in either place."""
     metadata = output.get("metadata", {})

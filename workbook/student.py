@@ -1,0 +1,67 @@
+"""`workbook student`: the edition without solutions, outputs, answers and our results."""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lmcore.errors import require
+from workbook.grading.exercises import EXERCISE
+from workbook.handin import project_files
+from workbook.notebook import clean, read_notebook, tags, write_notebook
+
+LEFT_OUT = (
+    "writeup/", "results/", "benchmarks/", "tests/", "figures/h", ".ci/", ".github/", "docs/", "CHANGELOG", "README",
+    "Makefile", "CONTRIBUTING",
+)  # fmt: skip
+"""Beginnings of the paths that are the project's own: what it measured, and how it is kept sound."""
+
+SOLUTION = re.compile(r"^( *)### BEGIN SOLUTION\n.*?^ *### END SOLUTION *\n?", re.MULTILINE | re.DOTALL)
+"""What stands between the markers, which nbgrader knows as well."""
+
+
+def make_student(project: Path, to: Path) -> list[Path]:
+    """Writes the edition for students into the new folder `to`; returns its files.
+
+    Raises `UserError` where `to` is there already: it may hold somebody's solutions.
+    """
+    require(not to.exists(), f"{to} is there already: choose another folder, or remove it.")
+    edition = project / "docs" / "student"  # README.md, AGENTS.md, Makefile and test of the edition
+    made = {path.relative_to(edition): path for path in sorted(edition.rglob("*")) if path.is_file()}
+    kept, _ = project_files(project, made=(to,))
+    made |= {name: project / name for name in kept if not name.as_posix().startswith(LEFT_OUT)}
+    made[Path("tests/adapters.py")] = project / "tests" / "adapters.py"
+    for name, source in made.items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.suffix == ".ipynb":
+            write_notebook(to / name, without_solutions(read_notebook(source)))
+        else:
+            shutil.copy(source, to / name)
+    return [*made]
+
+
+def without_solutions(notebook: Any) -> Any:
+    """The notebook with stubs for solutions, no outputs, and answers that are to be written."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.metadata["tags"] = [tag for tag in tags(cell) if tag not in ("keep_output", "nbval-check-output")]
+            if EXERCISE in tags(cell):
+                cell.source = SOLUTION.sub(_stub, cell.source).rstrip()
+                cell.metadata["tags"].remove("hide-input")
+            cell.source = without_answers(cell.source)
+    return clean(notebook)
+
+
+def _stub(found: re.Match) -> str:
+    indent = found[1]
+    return f"{indent}raise NotImplementedError  # your solution\n" if indent else "# your solution\n"
+
+
+def without_answers(source: str) -> str:
+    """A cell's source in which the text of `answer(problem, text)` is to be written: `answer(problem, ...)`."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "answer":
+            problem, text = call.args[0], ast.get_source_segment(source, call)
+            return source.replace(text, f"answer({ast.get_source_segment(source, problem)}, ...)")
+    return source
