@@ -2,11 +2,12 @@
 
 `python papermill_jobs/cells.py 09_distributed runs/gpu distributed-ranks distributed-naive ... --scale gpu`
 
-The notebook's first cells come first: its parameters, with those of the scale, its imports and where it begins. A word
-that starts with = is a statement in place of a cell, such as an import from one that is left out.
+The notebook's first cells come first: its parameters, with those of the scale, where it begins, and all imports. A word
+that starts with = is a statement in place of a cell.
 """
 
 import argparse
+import ast
 import os
 import sys
 from pathlib import Path
@@ -18,8 +19,13 @@ from lmcore.errors import UserError
 from workbook.notebook import code_cells, read_notebook
 from workbook.parameters import find_notebooks, find_project, resolve_parameters
 
-BEGINNING = 4
-"""Code cells: parameters, `begin_notebook`, imports, and `start`."""
+
+def beginning(cells: list) -> list[str]:
+    """The sources of the cells up to the one with `start`, and the imports of all that follow."""
+    last = next(number for number, cell in enumerate(cells) if "start(" in cell.source)
+    later = [statement for cell in cells[last + 1 :] for statement in ast.parse(cell.source).body]
+    imports = [ast.unparse(each) for each in later if isinstance(each, ast.Import | ast.ImportFrom)]
+    return [cell.source for cell in cells[: last + 1]] + ["\n".join(imports)]
 
 
 def main() -> str | None:
@@ -41,7 +47,7 @@ def main() -> str | None:
     if unknown:
         return f"{file.stem} has no cell {unknown[0]!r}; it has {', '.join(sources)}."
     chosen = "\n".join(f"{name} = {value!r}" for name, value in found[file.stem].items())
-    first = [cell.source for cell in cells[:BEGINNING]]
+    first = beginning(cells)
     os.chdir(project / "notebooks")
     matplotlib.use("agg")
     shell = InteractiveShell.instance()

@@ -13,7 +13,7 @@ from workbook.run import run
 def commands(arguments: Sequence[str]) -> SubcommandApp:
     """All commands; those of job.sh and `run_sweep` only where they are called."""
     unlisted = [command for command in (requeue, sweep.work) if [command.__name__] == list(arguments[:1])]
-    listed = (run, submit, sweep.sweep, notebooks.writeup, notebooks.handin)
+    listed = (run, submit, sweep.sweep, notebooks.writeup, notebooks.handin, teaching.student, teaching.grade)
     return application.commands((*listed, *unlisted), {})
 
 
