@@ -105,16 +105,9 @@ def _attempts(notebook: Path, checks: Checks, done: dict[str, bool], limits: Lim
     """Outcomes by exercise; where the process ended early, the exercise that it was at, and how it ended."""
     with temporary_folder("lmcore-grade-") as folder:
         (lines := folder / "outcomes.jsonl").touch()
-        command = [
-            sys.executable,
-            "-m",
-            "workbook.grading.attempt",
-            notebook,
-            json.dumps(asdict(checks)),
-            json.dumps(done),
-        ]
+        given = [notebook.resolve(), json.dumps(asdict(checks)), json.dumps(done), lines]
         process = subprocess.Popen(
-            [*map(str, limited + command), str(lines)],
+            [*map(str, [sys.executable, "-m", "workbook.grading.attempt", *given])],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
