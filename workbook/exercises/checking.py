@@ -13,8 +13,8 @@ import pandas as pd
 from lmcore.errors import require
 from lmcore.files import locked, read_json, write_json
 from workbook.exercises import chapters as chapters  # fills EXERCISES
-from workbook.exercises.exercise import EXERCISES, Exercise, codes, converted, difference, largest_error
-from workbook.exercises.guard import LIBRARY, Refused, run
+from workbook.exercises import guard
+from workbook.exercises.exercise import EXERCISES, Exercise, codes, converted, largest_error
 
 progress_file = Path("exercises.json")
 """Where what was solved is kept; `begin` sets it."""
@@ -68,22 +68,21 @@ def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any
     """What a solution makes of each case (of a question: the number alone), or a sentence why there is nothing."""
     if solution is None or solution is ...:
         return "not answered yet."
-    if exercise.is_question:
-        return [solution]
-    if not (callable(solution) or isinstance(solution, type(exercise.answer))):  # some are a tuple, or a dictionary
+    if not exercise.is_question and not callable(solution) and not isinstance(solution, type(exercise.answer)):
         return f"A function or a class is asked for, not a {type(solution).__name__}."
     inputs, given = exercise.inputs(), answers_before(exercise)
     own = answers_before(None) - given
-    if guarded and any(code in own | given or code.co_filename.startswith(LIBRARY) for code in codes(solution)):
+    if guarded and any(code in own | given or code.co_filename.startswith(guard.LIBRARY) for code in codes(solution)):
         return "This is the library's; write your own."
     try:
         exercise.expected  # noqa: B018 (first: what PyTorch imports on the way takes none of the reader's time)
         if not guarded:
             return exercise.of_inputs(solution, inputs)
-        return run(lambda: exercise.of_inputs(solution, inputs), exercise.avoid, exercise.seconds, own, given)
+        with guard.guarded(exercise.avoid, exercise.seconds, own, given):
+            return exercise.of_inputs(solution, inputs)
     except NotImplementedError:
         return "not written yet."
-    except Refused as refused:
+    except guard.Refused as refused:
         return str(refused)
     except Exception as error:
         return f"Your code raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -91,46 +90,32 @@ def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any
 
 def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
     """Compares what a solution made of the cases with the library's; names a usual mistake where that differs."""
-    if exercise.is_question:
-        return _judge_number(exercise, found[0])
     expected = exercise.expected
     if len(found) != len(expected):
         return Verdict(False, f"There are {len(found)} results, not {len(expected)}.")
     differences = exercise.differences(found, expected)
-    cases = len(expected) - len(exercise.dtypes)
     if not any(differences):
-        return Verdict(True, f"right in {cases} cases.")
+        cases = f" in {len(expected) - len(exercise.dtypes)} cases"
+        return Verdict(True, f"right{'' if exercise.is_question else cases}.")
     for sentence, wrong in exercise.mistakes.items():
-        if _alike(exercise, found, exercise.outcomes(wrong), expected):
+        if _alike(exercise, found, exercise.outcomes(wrong)):
             return Verdict(False, sentence)
     case, words = next((case, words) for case, words in enumerate(differences) if words)
-    return Verdict(False, f"Case {case}: {words}")
-
-
-def _judge_number(exercise: Exercise, found: Any) -> Verdict:
-    if not (words := difference(found, exercise.answer, exercise.tolerance)):
-        return Verdict(True, "right.")
-    for sentence, wrong in exercise.mistakes.items():
-        if not difference(found, wrong, exercise.tolerance):
-            return Verdict(False, sentence)
-    number = isinstance(found, int | float) and exercise.answer
-    return Verdict(False, f"It is {found / exercise.answer:.3g} times what it should be." if number else words)
+    if not exercise.is_question:
+        return Verdict(False, f"Case {case}: {words}")
+    ratio = found[0] / expected[0] if isinstance(found[0], int | float) and expected[0] else None
+    return Verdict(False, words if ratio is None else f"It is {ratio:.3g} times what it should be.")
 
 
 def answers_before(exercise: Exercise | None) -> set[CodeType]:
     """The code of the answers to all exercises before this one, which the reader may have been given back."""
-    before = sorted(EXERCISES.values(), key=lambda other: other.notebook)  # stable: within a notebook as in its text
-    return set().union(
-        *(
-            codes(other.answer)
-            for other in itertools.takewhile(lambda other: exercise is None or other.name != exercise.name, before)
-        )
-    )
+    before = itertools.takewhile(lambda name: exercise is None or name != exercise.name, EXERCISES)
+    return set().union(*(codes(EXERCISES[name].answer) for name in before))
 
 
-def _alike(exercise: Exercise, found: list, wrong: list, expected: list) -> bool:
+def _alike(exercise: Exercise, found: list, wrong: list) -> bool:
     """Whether a solution gives what a usual mistake gives, wherever that is not right."""
-    told = [case for case, words in enumerate(exercise.differences(wrong, expected)) if words]
+    told = [case for case, words in enumerate(exercise.differences(wrong, exercise.expected)) if words]
     apart = exercise.differences(found, wrong)
     return bool(told) and all(apart[case] is None for case in told)
 
@@ -172,7 +157,7 @@ def _apart(guess: float, measured: float) -> str:
 def status() -> pd.DataFrame:
     """A table of all notebooks: how many exercises are solved, and which are next."""
     noted, rows = kept(), []
-    for notebook in sorted({exercise.notebook for exercise in EXERCISES.values()}):
+    for notebook in dict.fromkeys(exercise.notebook for exercise in EXERCISES.values()):
         names = [name for name, exercise in EXERCISES.items() if exercise.notebook == notebook]
         left = [name for name in names if not noted.get(name, {}).get("solved")]
         solved = f"{len(names) - len(left)} of {len(names)}"

@@ -6,21 +6,18 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 EXERCISES: dict[str, "Exercise"] = {}
-"""All exercises by name; those of a notebook stand in the order of its text."""
-
-MISTAKES = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text(encoding="utf-8"))
+"""All exercises by name, in the order of the notebooks."""
 
 Solution = Callable[..., Any]
 
@@ -29,41 +26,48 @@ _generator = torch.Generator()
 
 @dataclass(frozen=True)
 class Exercise:
-    """A function or a class that a reader writes, or a number that a reader works out."""
+    """A function or a class that a reader writes, or a number that a reader works out; catalogue.yaml says how."""
 
     name: str
     notebook: str
     """"01_build"."""
+    names: dict[str, Any]
+    """What the Python in the catalogue knows: the chapter's functions, and more."""
+    wrong: Mapping[str, Any]
+    """The catalogue's mistakes."""
     answer: Any
     """The library's function or a short one of a chapter, a class, or a tuple of both; of a question, the number."""
-    cases: Callable[[], Sequence[tuple]]
-    """Makes the arguments of each comparison, always the same."""
-    names: Mapping[str, Any]
-    """What the chapter's module knows."""
+    use: Callable[..., Any]
+    cases: str = "()"
     avoid: tuple[str, ...] = ()
-    """Names of functions that would be the exercise itself, "softmax"; the library is always one."""
-    use: Callable[..., Any] = field(default=lambda solution, *arguments: solution(*arguments))
-    """What is done with a solution and the arguments of a case, where it is more than a call."""
     tolerance: float = 1e-5
-    """Largest relative difference, and the largest absolute one next to zero."""
     seconds: float = 20.0
-    """Time that all cases may take."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """Types in which the first case is compared once more; in bfloat16 with a tolerance of 0.05."""
+
+    @classmethod
+    def of_entry(cls, name: str, notebook: str, names: dict[str, Any], entry: Mapping[str, Any]) -> "Exercise":
+        """The exercise that the catalogue's entry describes."""
+        values = {key: value for key, value in entry.items() if key != "mistakes"}
+        values["answer"] = eval(str(entry.get("answer", name)), names)
+        values["use"] = eval(entry.get("use", "lambda solution, *arguments: solution(*arguments)"), names)
+        values |= {key: float(entry[key]) for key in ("tolerance", "seconds") if key in entry}
+        values["avoid"] = tuple(entry.get("avoid", "").split())
+        values["dtypes"] = tuple(getattr(torch, dtype) for dtype in entry.get("dtypes", "").split())
+        return cls(name, notebook, names, entry["mistakes"], **values)
 
     @cached_property
     def mistakes(self) -> dict[str, Any]:
-        """The function, or the number, that makes each usual mistake, by the sentence that tells it (mistakes.yaml)."""
-        return {sentence: self._of_mistake(wrong) for sentence, wrong in MISTAKES[self.name].items()}
+        """The function, or the number, that makes each usual mistake, by the sentence that tells it."""
+        return {sentence: self._of_mistake(wrong) for sentence, wrong in self.wrong.items()}
+
+    def _of_mistake(self, wrong: Any) -> Any:
+        slips = wrong if isinstance(wrong, list) else [str(wrong)]
+        return slipped(self.answer, slips, self.names) if "=>" in slips[0] else eval(slips[0], self.names)
 
     @cached_property
     def expected(self) -> list[Any]:
         """What the answer makes of each case."""
         return self.outcomes(self.answer)
-
-    def _of_mistake(self, wrong: Any) -> Any:
-        slips = wrong if isinstance(wrong, list) else [str(wrong)]
-        return slipped(self.answer, slips) if "=>" in slips[0] else eval(slips[0], {**self.names})
 
     @property
     def is_question(self) -> bool:
@@ -71,59 +75,43 @@ class Exercise:
         return isinstance(self.answer, int | float)
 
     def inputs(self) -> list[tuple]:
-        """The arguments of each case, always the same; tensors of several cases are not shared."""
+        """The arguments of each case, always the same."""
         _generator.manual_seed(0)
-        cases = copy.deepcopy([*self.cases()])
-        others = [tuple(converted(value, dtype) for value in cases[0]) for dtype in self.dtypes]
-        return cases + others
+        cases = copy.deepcopy(eval(f"[{self.cases}]", self.names))
+        return cases + [tuple(converted(value, dtype) for value in cases[0]) for dtype in self.dtypes]
 
     def outcomes(self, solution: Solution) -> list[Any]:
-        """What a solution makes of each case."""
+        """What a solution makes of each case; of a question, the number."""
         return self.of_inputs(solution, self.inputs())
 
     def of_inputs(self, solution: Solution, inputs: Sequence[tuple]) -> list[Any]:
         """What a solution makes of these arguments; PyTorch's random state stays as it was."""
+        if self.is_question:
+            return [solution]
         with torch.random.fork_rng(devices=[]):
             return [self.use(solution, *arguments) for arguments in inputs]
 
     def differences(self, found: Sequence[Any], expected: Sequence[Any]) -> list[str | None]:
         """How each outcome differs from what was expected, in a sentence; None where they agree."""
-        tolerances = [self.tolerance] * len(expected)
-        for place, dtype in enumerate(reversed(self.dtypes), start=1):
-            tolerances[-place] = 0.05 if dtype == torch.bfloat16 else self.tolerance
+        dtypes = [None] * (len(expected) - len(self.dtypes)) + [*self.dtypes]
+        tolerances = [0.05 if dtype == torch.bfloat16 else self.tolerance for dtype in dtypes]
         return [difference(*pair) for pair in zip(found, expected, tolerances, strict=True)]
 
 
-def exercise(cases: Any = ((),), *, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-    """A decorator that adds its function or class to `EXERCISES`, by its name where no other is given.
-
-    `cases` is a function that makes them or, of plain values, the cases; `options` are fields of `Exercise`.
-    """
-
-    def add(answer: Any) -> Any:
-        key = name or answer.__name__
-        assert key not in EXERCISES, key
-        made = cases if callable(cases) else lambda: cases
-        EXERCISES[key] = Exercise(key, answer=answer, cases=made, **options)
-        return answer
-
-    return add
-
-
-def slipped(answer: Any, slips: Sequence[str]) -> Any:
+def slipped(answer: Any, slips: Sequence[str], names: Mapping[str, Any]) -> Any:
     """The function or class, or the last one of a tuple, whose source has other texts: each slip is "old => new".
 
-    Raises `ValueError` where a text does not stand there exactly once.
+    It knows `names` besides those of its module. Raises `ValueError` where a text does not stand there exactly once.
     """
     if isinstance(answer, tuple):
-        return (*answer[:-1], slipped(answer[-1], slips))
+        return (*answer[:-1], slipped(answer[-1], slips, names))
     source = re.search(r"^(def|class) .*", inspect.getsource(answer), re.DOTALL | re.MULTILINE)[0]
     for slip in slips:
         old, new = (text.removesuffix(" ").removeprefix(" ") for text in slip.split("=>"))
         if source.count(old) != 1:
             raise ValueError(f"{old!r} stands {source.count(old)} times in {answer.__name__}, not once.")
         source = source.replace(old, new)
-    return defined(source, answer.__name__, vars(sys.modules[answer.__module__]))
+    return defined(source, answer.__name__, {**names, **vars(sys.modules[answer.__module__])})
 
 
 def defined(source: str, name: str, names: Mapping[str, Any]) -> Any:
@@ -193,14 +181,9 @@ def _shown(value: Any) -> str:
 
 def largest_error(found: Any, expected: Any) -> float:
     """Largest absolute difference of all numbers in two results of one form."""
-    if isinstance(expected, Mapping):
-        return max((largest_error(found[name], expected[name]) for name in expected), default=0.0)
-    if isinstance(expected, Tensor | int | float):
-        apart = torch.as_tensor(found).double() - torch.as_tensor(expected).double()
-        return float(apart.abs().max()) if apart.numel() else 0.0
-    if isinstance(expected, Sequence) and not isinstance(expected, str | bytes):
-        return max((largest_error(*pair) for pair in zip(found, expected, strict=True)), default=0.0)
-    return 0.0
+    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+    numbers = [pair for pair in pairs if isinstance(pair[1], Tensor | int | float)]
+    return max((float((torch.as_tensor(a).double() - b).abs().max()) for a, b in numbers), default=0.0)
 
 
 def converted(value: Any, dtype: torch.dtype = torch.float64) -> Any:

@@ -105,11 +105,3 @@ def guarded(
             signal.signal(signal.SIGALRM, before)
         if watch.refused is not None:
             raise watch.refused
-
-
-def run(
-    function: Callable[[], Any], avoid: Collection[str], seconds: float, own: Collection = (), given: Collection = ()
-) -> Any:
-    """What `function` returns under `guarded`."""
-    with guarded(avoid, seconds, own, given):
-        return function()

@@ -6,16 +6,16 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from queue import Queue
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbook.exercises.exercise import EXERCISES, codes, defined
-from workbook.exercises.guard import Refused, run
+from workbook.exercises.guard import Refused, guarded
 
 SECONDS_TO_START, SECONDS = 90, 15
 """Time for the two processes to start, and for what they then do: a rank may wait for a message that never comes."""
@@ -26,24 +26,16 @@ def on_threads(solution: Callable, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     The ranks are threads; a message that does not come within three seconds is an error.
     """
-    size, results = len(tensors), {}
-    boxes: list[Queue] = [Queue() for _ in tensors]
+    size, boxes = len(tensors), [Queue() for _ in tensors]
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> Tensor:
         def send(x: Tensor) -> None:
             boxes[(rank + 1) % size].put(x.clone())
 
-        try:
-            results[rank] = solution(rank, size, tensors[rank].clone(), send, lambda: boxes[rank].get(timeout=3))
-        except BaseException as error:
-            results[rank] = error
+        return solution(rank, size, tensors[rank].clone(), send, lambda: boxes[rank].get(timeout=3))
 
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return _raised([results[rank] for rank in range(size)])
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
 
 
 def on_processes(job: Callable, name: str | None, solution: Any, *arguments: Any) -> list[Any]:
@@ -53,7 +45,11 @@ def on_processes(job: Callable, name: str | None, solution: Any, *arguments: Any
     """
     if not two_ranks().processes:  # one did not answer the last time
         two_ranks.cache_clear()
-    return _raised(two_ranks().run(_guarded, job, name, solution, arguments))
+    results = two_ranks().run(_guarded, job, name, solution, arguments)
+    for error in results:
+        if isinstance(error, BaseException):
+            raise error
+    return results
 
 
 @functools.cache
@@ -73,17 +69,10 @@ def _guarded(rank: int, job: Callable, name: str | None, solution: Any, argument
         if name is None:
             return job(solution, *arguments)
         own = set().union(*(codes(exercise.answer) for exercise in EXERCISES.values())) - codes(solution)
-        return run(lambda: job(solution, *arguments), EXERCISES[name].avoid, SECONDS - 1, own)
+        with guarded(EXERCISES[name].avoid, SECONDS - 1, own):
+            return job(solution, *arguments)
     except (Refused, Exception) as error:
         return error
-
-
-def _raised(results: list[Any]) -> list[Any]:
-    """The results, unless one is an exception: it is raised."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def in_triton(launch: Callable, avoid: Sequence[str], kernel: Callable, *arguments: Any) -> Any:

@@ -2,18 +2,13 @@
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from workbook.exercises.exercise import exercise, normal
-
-timing = partial(exercise, notebook="04_benchmark", names=globals())
-profile = partial(exercise, notebook="05_nsys", names=globals())
-memory = partial(exercise, notebook="06_memory", names=globals())
+from workbook.exercises.exercise import normal
 
 
 class _Device:
@@ -39,7 +34,6 @@ def _on_a_device(solution: Callable, warmup: int, steps: int) -> list[float]:
     return solution(device.step, device.synchronize, device.clock, warmup, steps)
 
 
-@timing([(2, 3), (5, 2)], use=_on_a_device)
 def time_steps(step: Callable, synchronize: Callable, clock: Callable, warmup: int, steps: int) -> list[float]:
     """Seconds of each of `steps` steps after `warmup` others; `synchronize` waits for the device."""
     for _ in range(warmup):
@@ -54,16 +48,11 @@ def time_steps(step: Callable, synchronize: Callable, clock: Callable, warmup: i
     return times
 
 
-@timing([([3.0, 1.0, 2.0],), ([1.0, 2.0, 4.0, 9.0],)])
 def median_and_spread(times: list[float]) -> tuple[float, float]:
     """The median, and from the fastest to the slowest."""
     return statistics.median(times), max(times) - min(times)
 
 
-@timing(
-    lambda: [(torch.full((1000,), 0.01, dtype=torch.float16),), (torch.full((300,), 10.0, dtype=torch.float16),)],
-    avoid=("sum",),
-)
 def accumulate(values: Tensor) -> float:
     """The sum of float16 values, one after the other, kept in float32."""
     total = torch.zeros((), dtype=torch.float32)
@@ -72,31 +61,25 @@ def accumulate(values: Tensor) -> float:
     return total.item()
 
 
-@timing([(1e6, 17e6, 1e15), (5e4, 1e9, 5e14)])
 def mfu(tokens_per_second: float, parameters: float, peak: float) -> float:
     """The share of the peak, in FLOP/s, that training reaches."""
     return 6 * parameters * tokens_per_second / peak
 
 
-@timing([(1e12, 1e9, 1e15, 3e12), (1e9, 1e9, 1e15, 3e12)])
 def roofline(flops: float, moved: float, peak: float, bandwidth: float) -> float:
     """The least seconds for so many FLOPs and bytes moved, with `peak` FLOP/s and `bandwidth` bytes/s."""
     return max(flops / peak, moved / bandwidth)
 
 
-timing(name="matmul_intensity", tolerance=1e-3)(4096 / 3)
-
 RANGES = [("step", 0, 100), ("forward", 1, 20), ("attention", 5, 12), ("backward", 21, 60)]
 
 
-@profile([(kernel, RANGES) for kernel in ((2, 4), (6, 15), (10, 30), (25, 62), (40, 80))])
 def range_of(kernel: tuple[int, int], ranges: list[tuple[str, int, int]]) -> str:
     """Name of the innermost range, (name, begin, end), that is open when a kernel, (launched, started), is launched."""
     around = [name for name, begin, end in ranges if begin <= kernel[0] <= end]
     return around[-1]
 
 
-@profile([([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)],), ([(4.0, 5.0), (0.0, 9.0)],), ([],)])
 def busy_time(kernels: list[tuple[float, float]]) -> float:
     """Time in which at least one kernel, (begin, end), runs."""
     busy, until = 0.0, float("-inf")
@@ -106,10 +89,6 @@ def busy_time(kernels: list[tuple[float, float]]) -> float:
     return busy
 
 
-profile(name="matmuls_to_softmax", tolerance=1e-3)(4 * 64 / 5)
-
-
-@memory([([4, 8, -4, 2, -8],), ([1, -1, 5, -5],), ([],)])
 def peak_of(events: list[int]) -> int:
     """Most bytes at a time; positive events allocate, negative ones free."""
     level, peak = 0, 0
@@ -119,13 +98,9 @@ def peak_of(events: list[int]) -> int:
     return peak
 
 
-@memory([(1,), (10**9,)])
 def training_bytes(parameters: int) -> int:
     """Bytes of weights, gradients and AdamW's moments in float32."""
     return 16 * parameters
-
-
-memory(name="residual_mib", tolerance=1e-3)(4 * 128 * 2560 * 4 / 2**20)
 
 
 def _blocks() -> list[nn.Module]:
@@ -150,12 +125,8 @@ def _kept(solution: Callable, blocks: list[nn.Module], x: Tensor, every: int) ->
     return {"result": y.detach(), "gradient": x.grad, "numbers kept": sum(kept)}
 
 
-@memory(lambda: [(_blocks(), normal(3, 4), every) for every in (2, 3)], use=_kept)
 def checkpointed(blocks: list[nn.Module], x: Tensor, every: int) -> Tensor:
     """The blocks one after the other; of each `every` only the input is kept for the backward pass."""
     for first in range(0, len(blocks), every):
         x = checkpoint(nn.Sequential(*blocks[first : first + every]), x, use_reentrant=False)
     return x
-
-
-memory(name="best_segment", tolerance=1e-9)(6)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -12,14 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmcore.functional import cross_entropy
-from lmcore.model import sinusoidal_positions
-from workbook.exercises.exercise import exercise, normal
-from workbook.exercises.ranks import in_triton, on_processes, on_threads
+from workbook.exercises.exercise import normal
 
-kernels = partial(exercise, notebook="07_kernels", names=globals())
-experiments = partial(exercise, notebook="08_experiments", names=globals())
-distributed = partial(exercise, notebook="09_distributed", names=globals())
-study = partial(exercise, notebook="10_wikitext", names=globals())
 inf = math.inf
 
 
@@ -29,7 +22,6 @@ def _tiles() -> list[tuple]:
     return [(begin, *first), (online_softmax(begin, *first), 3 + normal(3, 4), normal(4, 2))]
 
 
-@kernels(_tiles)
 def online_softmax(state: tuple, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum and unnormalized output, (m, l, acc), of the queries after one more tile of keys."""
     m, l, acc = state  # noqa: E741
@@ -42,11 +34,6 @@ def _whole(*sizes: int, causal: bool, block: int) -> tuple:
     return (*(normal(*sizes) for _ in range(3)), block, causal)
 
 
-@kernels(
-    lambda: [_whole(8, 4, block=4, causal=True), _whole(6, 8, block=2, causal=False)],
-    avoid=("softmax", "scaled_dot_product_attention", "logsumexp"),
-    tolerance=1e-4,
-)
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of attention, tile by tile of `block` queries and keys; (seq, d) each. (Dao et al. 2022)"""
     outputs, sums, positions = [], [], torch.arange(len(k))
@@ -71,12 +58,6 @@ def _launch(kernel: Any, q: Tensor, k: Tensor, v: Tensor, block: int, causal: bo
     return {"output": output, "logsumexp": lse}
 
 
-@kernels(
-    lambda: [_whole(32, 16, block=16, causal=causal) for causal in (True, False)],
-    use=partial(in_triton, _launch, ["softmax", "lmcore"]),
-    tolerance=1e-4,
-    seconds=120,
-)
 def triton_flash_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seq, scale, D, BLOCK, CAUSAL):
     """Flash attention of BLOCK queries, those of this program; all matrices are (seq, D), one row behind the other."""
     rows, columns, keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, BLOCK)
@@ -105,7 +86,6 @@ def _backward_case() -> list[tuple]:
     return [(q, k, v, output, grad, lse)]
 
 
-@kernels(_backward_case, avoid=("grad", "backward", "softmax", "scaled_dot_product_attention"), tolerance=1e-4)
 def flash_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, of the output's, with the probabilities recomputed from the logsumexp."""
     scale = 1 / math.sqrt(q.shape[-1])
@@ -115,10 +95,6 @@ def flash_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, l
     return ds @ k, ds.T @ q, p.T @ grad
 
 
-@kernels(
-    lambda: [(normal(7, 4), normal(9, 4), torch.arange(7), 3), (normal(4, 2), normal(5, 2), torch.arange(4), 4)],
-    avoid=("cross_entropy", "cross_entropy_loss", "nll_loss"),
-)
 def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Mean cross-entropy of x @ weight.T, with the logits of `chunk` rows at a time."""
     total = 0
@@ -128,20 +104,12 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
     return total / len(x)
 
 
-kernels(name="causal_tiles", tolerance=1e-9)(16 * 17 // 2)
-
-
-@experiments(lambda: [(normal(2, 3), torch.sin, torch.cos, torch.tanh, torch.sigmoid)], dtypes=(torch.float64,))
 def post_norm(x: Tensor, attend: Callable, feed_forward: Callable, norm1: Callable, norm2: Callable) -> Tensor:
     """A post-norm block of these functions."""
     x = norm1(x + attend(x))
     return norm2(x + feed_forward(x))
 
 
-experiments(name="silu_width", tolerance=1e-9)(2016)
-
-
-@experiments([(3.0, 1000, 4000), (1.5, 100, 450)])
 def bits_per_byte(loss: float, tokens: int, size: int) -> float:
     """Of a loss in nats per token, on a text of so many tokens and bytes."""
     return loss * tokens / size / math.log(2)
@@ -150,14 +118,12 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float:
 FINDINGS = [([1.5, 1.6, 1.7], [1.4, 1.5, 1.6]), ([1.5, 1.51, 1.52], [1.4, 1.41, 1.42])]
 
 
-@experiments([*FINDINGS, ([1.5, 1.51], [1.4, 1.58]), ([1.5, 1.7], [1.5, 1.6])])
 def is_a_finding(ours: list[float], theirs: list[float]) -> bool:
     """Whether the means of the seeds' losses are further apart than the seeds of one are."""
     apart = abs(sum(ours) / len(ours) - sum(theirs) / len(theirs))
     return apart > max(max(ours) - min(ours), max(theirs) - min(theirs))
 
 
-@distributed(lambda: [([normal(6) for _ in range(n)],) for n in (2, 3)], use=on_threads, avoid=("all_reduce",))
 def ring_all_reduce(rank: int, size: int, x: Tensor, send: Callable, receive: Callable) -> Tensor:
     """The sum over the ranks; `send` gives a tensor to the next rank, `receive` takes one from the rank before."""
     parts = [*x.chunk(size)]
@@ -171,13 +137,12 @@ def ring_all_reduce(rank: int, size: int, x: Tensor, send: Callable, receive: Ca
     return torch.cat(parts)
 
 
-@distributed(lambda: [([[normal(2), normal(3)] for _ in range(3)],)], dtypes=())
 def average_gradients(gradients: list[list[Tensor]]) -> list[Tensor]:
     """The mean over the ranks of each parameter's gradient; a list for each rank."""
     return [torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True)]
 
 
-def _averaged(solution: Callable) -> dict[str, Any]:
+def _averaged(solution: Callable, overlapped: bool) -> dict[str, Any]:
     """On a rank: weights and gradients of a model that began otherwise than on the other rank."""
     torch.manual_seed(dist.get_rank())
     model, x, during = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3), []
@@ -188,15 +153,10 @@ def _averaged(solution: Callable) -> dict[str, Any]:
             during.append(sent.call_count > 0)
 
         solution(model, backward)
-    gradients = [p.grad for p in model.parameters()]
-    return {"weights": [p.detach() for p in model.parameters()], "gradients": gradients, "sent meanwhile": during}
+    result = {"weights": [p.detach() for p in model.parameters()], "gradients": [p.grad for p in model.parameters()]}
+    return result | ({"sent meanwhile": during} if overlapped else {})
 
 
-def _without_overlap(solution: Callable) -> dict[str, Any]:
-    return {name: value for name, value in _averaged(solution).items() if name != "sent meanwhile"}
-
-
-@distributed(use=partial(on_processes, _without_overlap, "ddp"), avoid=("DistributedDataParallel",), seconds=120)
 def ddp(model: nn.Module, backward: Callable[[], None]) -> None:
     """On each rank: takes rank 0's weights, calls `backward` once, and averages the gradients over the ranks."""
     for p in model.parameters():
@@ -207,7 +167,6 @@ def ddp(model: nn.Module, backward: Callable[[], None]) -> None:
         p.grad /= dist.get_world_size()
 
 
-@distributed(use=partial(on_processes, _averaged, "overlapped_ddp"), avoid=("DistributedDataParallel",), seconds=120)
 def overlapped_ddp(model: nn.Module, backward: Callable[[], None]) -> None:
     """As `ddp`, with `dist.all_reduce` of a gradient as soon as it is there, while the backward pass continues."""
     works = []
@@ -225,7 +184,6 @@ def overlapped_ddp(model: nn.Module, backward: Callable[[], None]) -> None:
         p.grad /= dist.get_world_size()
 
 
-@distributed([([4, 4, 2, 6, 1], 8), ([10, 1], 4), ([3, 3, 3], 100)])
 def buckets(sizes: list[int], limit: int) -> list[list[int]]:
     """Indices of parameters in buckets of at most `limit` numbers, in the order in which gradients become ready."""
     made: list[list[int]] = []
@@ -239,11 +197,6 @@ def buckets(sizes: list[int], limit: int) -> list[list[int]]:
     return made
 
 
-@distributed(
-    lambda: [(torch.arange(1.0, 8.0), rank, 3) for rank in range(3)] + [(torch.arange(1.0, 5.0), 1, 2)],
-    avoid=("chunk", "tensor_split"),
-    dtypes=(torch.float64,),
-)
 def shard(x: Tensor, rank: int, size: int) -> Tensor:
     """The part of a flat tensor that a rank keeps: all parts are equally long, the last padded with zeros."""
     length = math.ceil(len(x) / size)
@@ -267,7 +220,6 @@ def _updated(solution: Callable) -> dict[str, Any]:
     return {"parameters": [p.detach() for p in parameters], "states": len(momentum)}
 
 
-@distributed(use=partial(on_processes, _updated, "zero1_step"), avoid=("ZeroRedundancyOptimizer",), seconds=120)
 def zero1_step(parameters: list[nn.Parameter], update: Callable[[Tensor], None]) -> None:
     """On each rank: calls `update(p)` for its part of the parameters alone, and gives the others what it has updated.
 
@@ -292,7 +244,6 @@ def _gathered(solution: Callable) -> dict[str, Any]:
     return {"result": solution(mine, compute), "whole weights afterwards": sum(one() is not None for one in seen)}
 
 
-@distributed(use=partial(on_processes, _gathered, "fsdp_gather"), avoid=("fully_shard",), seconds=120)
 def fsdp_gather(shard: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """On each rank: puts the flat weight together from all ranks' equal shards, computes with it, and lets go of it."""
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
@@ -300,29 +251,22 @@ def fsdp_gather(shard: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     return compute(torch.cat(parts))
 
 
-@distributed(lambda: [(normal(2, 3), [normal(4, 3), normal(4, 3)], [normal(3, 4), normal(3, 4)])])
 def sharded_ffn(x: Tensor, w1: list[Tensor], w2: list[Tensor]) -> Tensor:
     """relu(x W1^T) W2^T, of whose hidden features each rank has some: rows of W1 and columns of W2."""
     hidden = [torch.relu(x @ part.T) for part in w1]
     return torch.stack([h @ part.T for h, part in zip(hidden, w2, strict=True)]).sum(0)
 
 
-distributed(name="ring_megabytes", tolerance=1e-3)(2 * 7 / 8 * 100)
-
-
-@distributed([(1e9, 4), (1e9, 1)])
 def zero1_bytes(parameters: float, ranks: int) -> float:
     """Bytes on each rank in float32: weights and gradients whole, AdamW's state divided."""
     return 8 * parameters + 8 * parameters / ranks
 
 
-@distributed([(1e9, 4), (1e9, 1)])
 def fsdp_bytes(parameters: float, ranks: int) -> float:
     """Bytes on each rank in float32: weights, gradients and AdamW's state divided."""
     return 16 * parameters / ranks
 
 
-@distributed([(4, 8), (2, 1), (1, 5)])
 def bubble(stages: int, batches: int) -> float:
     """The share of a pipeline's time in which a stage waits, with so many micro-batches."""
     return (stages - 1) / (batches + stages - 1)
@@ -331,7 +275,6 @@ def bubble(stages: int, batches: int) -> float:
 LAYER = [(131_072, 2560, 10_240, 16, 989.4e12, 450e9), (4096, 4608, 12_288, 4, 1e15, 25e9)]
 
 
-@distributed(LAYER, tolerance=1e-4)
 def data_parallel_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
     """The backward pass of a SwiGLU layer, of b tokens on n devices; the handout's B, D, D_FF, N, C and W, FP16.
 
@@ -340,19 +283,16 @@ def data_parallel_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> d
     return {"flops": 12 * b * d * f / n, "seconds": (n - 1) / n * 12 * d * f / w, "devices": 1 + b * w / c}
 
 
-@distributed(LAYER, tolerance=1e-4)
 def fsdp_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
     """As `data_parallel_calcs`, for the forward pass with FSDP."""
     return {"flops": 6 * b * d * f / n, "seconds": (n - 1) / n * 6 * d * f / w, "devices": 1 + b * w / c}
 
 
-@distributed(LAYER, tolerance=1e-4)
 def tp_calcs(b: int, d: int, f: int, n: int, c: float, w: float) -> dict[str, float]:
     """As `data_parallel_calcs`, for the forward pass with tensor parallelism."""
     return {"flops": 6 * b * d * f / n, "seconds": (n - 1) / n * 4 * b * d / w, "devices": 1 + 3 * f * w / (2 * c)}
 
 
-@distributed([(*sizes[:3], 8, *sizes[3:]) for sizes in LAYER], tolerance=1e-4)
 def fsdp_tp_calcs(b: int, d: int, f: int, n_fsdp: int, n_tp: int, c: float, w: float) -> dict[str, float]:
     """As `data_parallel_calcs`, for the forward pass on n_fsdp * n_tp devices whose two kinds of messages overlap."""
     gather, reduce = (n_fsdp - 1) / n_fsdp * 6 * d * f / n_tp / w, (n_tp - 1) / n_tp * 4 * b * d / n_fsdp / w
@@ -363,10 +303,6 @@ def fsdp_tp_calcs(b: int, d: int, f: int, n_fsdp: int, n_tp: int, c: float, w: f
 XXL, XXL_TOKEN = 2 * 16_384 * 53_248 * 126, 2 * (16_384 + 53_248) * 126
 """Parameters of the handout's XXL, and bytes that a token leaves for its backward pass in BF16."""
 ALPHA = 4.6e14 / (2 * 9e10)
-distributed(name="xxl_state_gb", tolerance=5e-3)(16 * XXL / 1e9)
-distributed(name="xxl_token_mb", tolerance=5e-3)(XXL_TOKEN / 1e6)
-distributed(name="xxl_devices", tolerance=1e-9)(math.ceil(16 * XXL / 95e9))
-distributed(name="xxl_tokens_per_device", tolerance=1e-2)(ALPHA / (2 * 4))
 
 
 def _reason(plan: dict[str, int]) -> str:
@@ -388,28 +324,15 @@ def _reason(plan: dict[str, int]) -> str:
     return "nothing" if ideal > 0.8 * max(step, messages) else "messages" if messages > step else "waiting"
 
 
-def plan(data: int, sharded: int, tensor: int, pipeline: int) -> dict[str, int]:
-    """In how many parts a plan divides the copies, FSDP's ranks, the matrices and the layers."""
-    return {"data": data, "sharded": sharded, "tensor": tensor, "pipeline": pipeline}
-
-
-distributed(name="plan_1024", use=_reason)(plan(16, 1, 4, 16))
-
-
-@study([(3.0, 120, 100), (4.0, 10, 10)])
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
     """Of a loss in nats per token."""
     return math.exp(loss * tokens / words)
-
-
-study([(5, 8), (3, 4)])(sinusoidal_positions)
 
 
 def _squares(weight: Tensor, batch: Tensor) -> Tensor:
     return (batch @ weight).square().mean()
 
 
-@study(lambda: [(_squares, normal(3), [normal(4, 3) for _ in range(3)])])
 def accumulated(loss: Callable, weight: Tensor, batches: list[Tensor]) -> Tensor:
     """Gradient of the mean loss over all batches, one of which is in memory at a time."""
     weight = weight.detach().requires_grad_()
@@ -418,7 +341,6 @@ def accumulated(loss: Callable, weight: Tensor, batches: list[Tensor]) -> Tensor
     return weight.grad
 
 
-@study([([3.0, 2.0, 2.5], [3.1, 2.2, 2.3]), ([1.0, 2.0], [1.5, 1.4]), ([2.0, 1.0, 3.0], [1.0, 1.6, 1.9])])
 def chosen_loss(dev: list[float], validation: list[float]) -> float:
     """The validation loss of the step that `dev` chooses."""
     return validation[dev.index(min(dev))]

@@ -2,27 +2,15 @@
 
 import io
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lmcore.optimizer import get_lr_cosine_schedule
-from workbook.exercises.exercise import exercise, normal
-
-here = partial(exercise, notebook="02_train", names=globals())
+from workbook.exercises.exercise import normal
 
 
-@here(
-    lambda: [
-        (normal(3), normal(3), torch.zeros(3), torch.zeros(3), 1, 0.1, 0.5),
-        (normal(4), normal(4), normal(4), normal(4).square(), 7, 0.01, 0.0),
-    ],
-    avoid=("AdamW", "adamw", "Adam", "adam"),
-    dtypes=(torch.float64,),
-)
 def adamw_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, lr: float, wd: float) -> tuple[Tensor, ...]:
     """Parameter and moments after step t (from 1), with betas (0.9, 0.95) and eps 1e-8; the weights decay last."""
     m = 0.9 * m + 0.1 * grad
@@ -32,13 +20,6 @@ def adamw_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, lr: float,
     return p - lr * wd * p, m, v
 
 
-here([(it, 1.0, 0.1, 4, 20) for it in (0, 1, 4, 5, 12, 20, 25)], name="cosine_schedule")(get_lr_cosine_schedule)
-
-
-@here(
-    lambda: [([normal(3), normal(2, 2)], 1.0), ([normal(2, scale=0.01)], 1.0)],
-    avoid=("clip_grad_norm_", "clip_grads_with_norm_"),
-)
 def clip_gradients(gradients: list[Tensor], largest: float) -> list[Tensor]:
     """The gradients scaled so that their joint l2 norm is at most `largest`."""
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
@@ -46,14 +27,10 @@ def clip_gradients(gradients: list[Tensor], largest: float) -> list[Tensor]:
     return [gradient * scale for gradient in gradients]
 
 
-@here([(np.arange(10, 40, dtype=np.uint16), [3, 0, 7], 5)])
 def windows(x: np.ndarray, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 of (batch, context), of the windows that begin at `starts`."""
     places = np.array(starts)[:, None] + np.arange(context)
     return torch.tensor(x[places].astype(np.int64)), torch.tensor(x[places + 1].astype(np.int64))
-
-
-here(name="number_of_windows", tolerance=1e-9)(1000 - 64)
 
 
 def _resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -87,16 +64,12 @@ def load_checkpoint(file: Any, model: nn.Module, optimizer: torch.optim.Optimize
     return kept["step"]
 
 
-here(lambda: [(normal(8, 3), normal(8, 1))], name="checkpoint", use=_resumed)((save_checkpoint, load_checkpoint))
-
-
 def _linear_problem() -> list[tuple]:
     model = nn.Linear(2, 1)
     model.load_state_dict({"weight": normal(1, 2), "bias": normal(1)})
     return [(model, torch.optim.SGD(model.parameters(), lr=0.1), [(normal(4, 2), normal(4, 1)) for _ in range(5)])]
 
 
-@here(_linear_problem)
 def train_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list) -> list[float]:
     """The mean squared error of each batch before the update on it."""
     losses = []
