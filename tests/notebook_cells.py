@@ -8,6 +8,7 @@ import ast
 import contextlib
 import io
 import json
+import linecache
 import os
 import re
 import sys
@@ -39,6 +40,7 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for number, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):
                 tree, file = ast.parse(cell.source), f"<{name}, code cell {number}>"
+                linecache.cache[file] = len(cell.source), None, cell.source.splitlines(True), file  # for getsource
                 last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
                 exec(compile(tree, file, "exec"), variables)
                 if number == 1:
@@ -50,7 +52,7 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
                     answers[problem] = {key: found[key] for key in ("text", "holds", "missing") if found[key]}
     finally:
         os.chdir(here)
-    wrong = [line for line in printed.getvalue().splitlines() if line.startswith("✗")]
+    wrong = [line for line in printed.getvalue().splitlines() if line.startswith("✗") and "not checked:" not in line]
     assert not wrong, f"solutions that their own checks refuse: {wrong}"
     return answers
 
