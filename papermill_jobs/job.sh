@@ -2,17 +2,13 @@
 # What the job scripts share. Source it from the project's folder:
 #   supervise COMMAND   runs it; at the time limit it is told to save itself, and the job is queued again
 #   export_rendezvous   exports what torchrun and torch.distributed read; call it in each task of an srun, too
-#
-# Variables, the same as the Makefile's: SCALE, DATA, OUT, NOTEBOOKS. ATTEMPTS: how often in a row a job may be stopped
-# with nothing new saved before it is no longer queued again. STOP_SECONDS: how long training may take to save itself,
-# less than the time between the signal and the end (--signal in the scripts). LMCORE_SETUP: lines of shell to run first.
+# Variables, the same as the Makefile's: SCALE, DATA, OUT, NOTEBOOKS. STOP_SECONDS: how long training may take to save
+# itself, less than from the signal to the end (--signal in the scripts). LMCORE_SETUP: lines of shell to run first.
 
-SCALE=${SCALE:-smoke} DATA=${DATA:-embedded} NOTEBOOKS=${NOTEBOOKS:-} ATTEMPTS=${ATTEMPTS:-3} STOP_SECONDS=${STOP_SECONDS:-100}
-OUT=${OUT:-runs/$SCALE}
-INTERRUPTED=75    # the exit code of lmcore when a signal stopped it and everything is saved
+SCALE=${SCALE:-smoke} DATA=${DATA:-embedded} NOTEBOOKS=${NOTEBOOKS:-} STOP_SECONDS=${STOP_SECONDS:-100}
+OUT=${OUT:-runs/$SCALE} STARTED=$(date +%s) # in seconds, by which what this start saves is known
 STOPPED='' CHILD='' # the signal that this job got, USR1 or TERM; the process of the command
-# By the id of its last task Slurm would requeue a whole array.
-JOB=${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-}}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+JOB=${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-}}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # else a whole array is requeued
 
 supervise() {
   local code=0
@@ -26,9 +22,9 @@ supervise() {
   while kill -0 "$CHILD" 2>/dev/null; do wait "$CHILD" || true; done # a signal ends `wait`, not the command
   wait "$CHILD" || code=$?
   if was_interrupted "$code" && is_to_resume; then
-    code=$INTERRUPTED
+    code=75
     # Slurm ends the processes of a job that it queues again, before this one could say so
-    (trap '' TERM && exec workbook requeue "$OUT" --job "$JOB" --attempts "$ATTEMPTS") || true
+    (trap '' TERM && scontrol requeue "$JOB" && echo "Stopped by a signal: queued again, to resume from what is saved.") || true
   fi
   exit "$code"
 }
@@ -54,13 +50,17 @@ pass_on() {
   if [[ -n $CHILD ]]; then kill -s "$1" "$CHILD" 2>/dev/null || true; fi
 }
 
-# Whether the command saved itself, or was still starting and died of the signal.
-was_interrupted() { [[ -n $STOPPED ]] && (($1 == INTERRUPTED || $1 == 128 + $(kill -l "$STOPPED"))); }
+# Whether the command saved itself (75), or was still starting and died of the signal.
+was_interrupted() { [[ -n $STOPPED ]] && (($1 == 75 || $1 == 128 + $(kill -l "$STOPPED"))); }
 
 # USR1: the time limit is near. TERM is mostly scancel, which is meant; but preempted jobs may get it, too.
 is_to_resume() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || return 1 # nobody would start it again
-  [[ $STOPPED == USR1 ]] || scontrol show job "$JOB" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
+  [[ -n $JOB ]] || return 1 # nobody would start it again
+  if scontrol show job "$JOB" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then return; fi
+  [[ $STOPPED == USR1 ]] || return 1
+  if [[ -n $(cd "$OUT" && find . -newermt "@$STARTED" \( -path '*/checkpoints/step_*' -o -path './runs/*.json' \)) ]]; then return; fi
+  echo "lmcore: This job was stopped with nothing new saved, so it is not queued again: give it more time, or let it save more often (checkpoint_interval)." >&2
+  return 1
 }
 
 # A process for each task of srun; or, with one task a node, torchrun's for each GPU. A step may have fewer nodes than its job.

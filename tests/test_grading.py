@@ -1,5 +1,6 @@
 """A course of hand-ins, most of them tampered with: each is named in a sentence, the honest ones have their marks."""
 
+import contextlib
 import csv
 import json
 import re
@@ -15,7 +16,7 @@ from notebook_projects import SVG, code, make_project
 from workbook import cli
 from workbook.grading.exercises import Limits
 from workbook.grading.grade import grade_course
-from workbook.handin import MANIFEST, make_handin
+from workbook.handin import MANIFEST, handin
 from workbook.notebook import read_notebook, write_notebook
 from workbook.record import read_record, source_hash, write_record
 from workbook.report.writeup import write_writeup
@@ -133,7 +134,8 @@ class HandIn:
         import subprocess
 
         subprocess.run(["git", "init", "-q", self.project], check=True)
-        make_handin(self.project, self.out, to, HANDOUT, incomplete=True)
+        with contextlib.chdir(self.project):
+            handin(self.out, to, HANDOUT, incomplete=True)
 
 
 def typed_answer(given: HandIn):

@@ -1,5 +1,7 @@
 """The hand-in: what goes into code.zip, what never does, and when it is refused."""
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -13,7 +15,7 @@ from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from workbook import cli
-from workbook.handin import MAX_FILE_BYTES, make_handin, project_files
+from workbook.handin import MAX_FILE_BYTES, handin, project_files
 from workbook.notebook import CLEAN_METADATA, write_notebook
 from workbook.record import NotebookRecord, write_record
 from workbook.report.answers import answer
@@ -70,7 +72,10 @@ def ended(out, state):
 
 
 def submit(project, handout="cse599o-a1-part2", **options):
-    return make_handin(project, project / "runs" / "smoke", project / "handin", handout, **options)
+    """Makes the hand-in of the project; returns what is printed."""
+    with contextlib.chdir(project), contextlib.redirect_stdout(io.StringIO()) as said:
+        assert handin(project / "runs" / "smoke", project / "handin", handout, **options) == 0
+    return said.getvalue()
 
 
 def git(project, *arguments):
@@ -83,7 +88,7 @@ def handed_in(project) -> set[str]:
 
 
 def test_the_hand_in_is_code_answers_results_and_learning_curve(project):
-    lines = submit(project)
+    lines = submit(project).splitlines()
     names = ["code.zip", "results.zip", "answers.pdf"]
     assert [Path(line.partition(":")[0]).name for line in lines] == names
     assert handed_in(project) == set(names)
@@ -138,7 +143,7 @@ def test_a_writeup_that_reports_a_failure_is_refused(project):
     with pytest.raises(UserError, match=r"Notebook 01_good .*failed at code cell 2: it broke.*--incomplete"):
         submit(project)
     assert not (project / "handin").exists()
-    assert "Note: Notebook 01_good failed at code cell 2" in str(submit(project, incomplete=True))
+    assert "Note: Notebook 01_good failed at code cell 2" in submit(project, incomplete=True)
 
 
 def test_what_does_not_fit_together_is_refused(project):
@@ -168,8 +173,9 @@ def test_the_command_takes_a_folder(project, monkeypatch, capsys):
     assert "There is no workbook in runs/gpu" in capsys.readouterr().err
 
 
-def test_this_project_unpacks_to_one_that_works(project, tmp_path):
-    make_handin(ROOT, project / "runs" / "smoke", tmp_path, "cs336-a1")
+def test_this_project_unpacks_to_one_that_works(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    handin(project / "runs" / "smoke", tmp_path, "cs336-a1")
     archive, data = zipfile.ZipFile(tmp_path / "code.zip"), (ROOT / "tests" / "data").iterdir()
     names = ["pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb"]
     for name in [*names, *(path.relative_to(ROOT).as_posix() for path in data)]:

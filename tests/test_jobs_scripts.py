@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parents[1] / "papermill_jobs"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
 SECONDS = 120
 LOOP = "while :; do sleep 0.1; done"
-SAVING = f'for s in USR1 TERM; do trap "echo $s >>heard; exit 75" $s; done; touch ready; {LOOP}'
+SAVED = "out/checkpoints/step_1"
+SAVING = f'for s in USR1 TERM; do trap "echo $s >>heard; touch {SAVED}; exit 75" $s; done; touch ready; {LOOP}'
+IN_VAIN = f"trap 'exit 75' USR1; touch ready; {LOOP}"
 STARTING = "touch ready; exec sleep 100"
 """A command that was still starting: it has no handler yet, so the signal ends it."""
 
@@ -41,12 +43,16 @@ def test_the_scripts_are_short_and_ready_for_sbatch():
 
 
 class Script:
-    """A job of job.sh that runs a line of bash, with a stand-in for `workbook` that notes how it is called."""
+    """A job of job.sh that runs a line of bash, after one that saved, with a stand-in for `scontrol`."""
 
     def __init__(self, folder: Path, line: str, **variables: str):
         self.folder = job_project(folder / "project")
-        self.workbook = command(folder, "workbook", "")
-        command(folder, "scontrol", 'echo "   PreemptEligibleTime=2026-11-21T16:51:14 PreemptTime=$PREEMPTED"')
+        (self.folder / SAVED).parent.mkdir(parents=True)
+        (self.folder / SAVED).with_name("step_0").touch()
+        os.utime((self.folder / SAVED).with_name("step_0"), (1e9, 1e9))
+        command(folder, "workbook", "")
+        record = 'echo "   PreemptEligibleTime=2026-11-21T16:51:14 PreemptTime=$PREEMPTED"'
+        self.scontrol = command(folder, "scontrol", record)
         (self.folder / "job.bash").write_text('set -euo pipefail\n. papermill_jobs/job.sh\nsupervise bash -c "$LINE"\n')
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
         clean |= {"PATH": f"{folder}:/usr/bin:/bin", "OUT": "out", "SLURM_JOB_ID": "7", "PREEMPTED": "None"}
@@ -68,15 +74,18 @@ class Script:
 
     def end(self) -> tuple[int, bool]:
         """The exit code, and whether it was asked to queue the job again."""
-        self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, self.workbook.exists()
+        self.said = self.process.communicate(timeout=SECONDS)[0]
+        self.called = self.scontrol.read_text() if self.scontrol.exists() else ""
+        return self.process.returncode, "requeue" in self.called
 
 
-TASK = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "ATTEMPTS": "4"}
+TASK = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 STOPS = {
     "saved at the time limit": (SAVING, signal.SIGUSR1, 75, True, {}),
     "a task of an array": (SAVING, signal.SIGUSR1, 75, True, TASK),
-    "still starting": (STARTING, signal.SIGUSR1, 75, True, {}),
+    "with nothing new saved": (IN_VAIN, signal.SIGUSR1, 75, False, {}),
+    "still starting": (STARTING, signal.SIGUSR1, 128 + signal.SIGUSR1, False, {}),
+    "still starting, preempted": (STARTING, signal.SIGUSR1, 75, True, {"PREEMPTED": "2026-11-21T16:51:17"}),
     "cancelled": (SAVING, signal.SIGTERM, 75, False, {}),
     "hung up": (SAVING, signal.SIGHUP, 75, False, {}),
     "preempted": (SAVING, signal.SIGTERM, 75, True, {"PREEMPTED": "2026-11-21T16:51:17"}),
@@ -96,7 +105,9 @@ def test_what_a_signal_does(tmp_path, line, number, code, requeued, variables):
         heard = "USR1\n" if number == signal.SIGUSR1 else "TERM\n"
         assert (job.folder / "heard").read_text() == heard
     if variables == TASK:
-        assert job.workbook.read_text() == "requeue out --job 7_2 --attempts 4\n"
+        assert job.called.endswith("requeue 7_2\n")
+    in_vain = line in (IN_VAIN, STARTING) and not requeued
+    assert ("stopped with nothing new saved" in job.said) == in_vain
 
 
 def test_a_script_away_from_the_project_or_without_workbook_says_so(tmp_path):
@@ -110,14 +121,14 @@ def test_a_script_away_from_the_project_or_without_workbook_says_so(tmp_path):
 
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(tmp_path):
     """USR1, then TERM while the command still saves."""
-    job = Script(tmp_path, f"trap 'touch told; sleep 2; exit 75' USR1; trap '' TERM; touch ready; {LOOP}")
+    job = Script(tmp_path, f"trap 'touch told {SAVED}; sleep 2; exit 75' USR1; trap '' TERM; touch ready; {LOOP}")
     job.send(signal.SIGUSR1)
     job.send(signal.SIGTERM, after="told")
     assert job.end() == (75, False)
 
 
 def test_a_signal_during_the_sites_setup_is_not_lost(tmp_path):
-    assert Script(tmp_path, STARTING, LMCORE_SETUP="kill -USR1 $$").end() == (75, True)
+    assert Script(tmp_path, STARTING, LMCORE_SETUP=f"touch {SAVED}; kill -USR1 $$").end() == (75, True)
 
 
 def test_the_command_hears_ctrl_c(tmp_path):

@@ -137,9 +137,9 @@ jobs: {02_train: {mem: 64G, time: 1-0}, writeup: {gres: none}}
 def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project, tmp_path):
     site = tmp_path / "site.yaml"
     site.write_text(SITE)
-    assert main(["submit", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
+    assert main(["submit", "--site", str(site), "--notebooks", "02"]) == 0
     train, writeup = slurm.called("sbatch")
-    wanted = "--account=lab --gres=gpu:a40:1 --time=30 --mail-type=END,FAIL --signal=B:USR1@60 --mem=64G"
+    wanted = "--account=lab --gres=gpu:a40:1 --time=1-0 --mail-type=END,FAIL --signal=B:USR1@60 --mem=64G"
     assert f" {wanted} papermill_jobs/workbook.sbatch " in train
     assert " --gres=none " in writeup
     environment = slurm.environment("02_train")

@@ -38,7 +38,7 @@ def row_of(run: RunFolder) -> dict:
 def test_a_complete_run(tmp_path):
     row = row_of(make_run(tmp_path, [6.0, 4.0, 4.3, 3.0], valid={2: 3.5, 3: 3.1, 4: 3.2}))
     expected = {
-        "outcome": "complete", "final_valid_loss": 3.2, "best_valid_loss": 3.1, "best_step": 30, "steps": 40,
+        "outcome": "complete", "final_valid_loss": 3.2, "best_valid_loss": 3.1, "steps": 40,
         "tokens": 40 * 4 * 256, "tokens_per_second": 200,  # the median without the first line, which held the warm-up
         "peak_memory_bytes": 2000, "seconds": 4.0, "device": "Test chip", "batch_size": 4, "diverged_at_step": None,
     }  # fmt: skip

@@ -12,10 +12,13 @@ import subprocess
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder, write_json
-from workbook.report.verify import writeup_faults
+from workbook.parameters import find_project
 
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
@@ -41,15 +44,26 @@ SECRETS = {
 """What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
 
 
-def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bool = False) -> list[str]:
-    """Writes the hand-in for a handout, by the name of its PDF, of the workbook executed in `out` into the folder `to`;
-    with `incomplete` what there is of it.
+def handin(
+    out: Annotated[Path, tyro.conf.Positional],
+    to: Path = Path("handin"),
+    handout: str = "cse599o-a1-part2",
+    incomplete: bool = False,
+) -> int:
+    """Make the hand-in for a handout: its PDF, code.zip without data, checkpoints or secrets, results, learning curve.
 
-    Returns lines on what was written, what of the project was left out, and what the hand-in lacks. Raises
-    `UserError`, before anything is written, where notebooks, results and PDFs do not fit together
-    (`workbook.report.verify`), and where a file holds what looks like a key.
+    Refused, before anything is written, where notebooks, results and PDFs do not fit together, and where a file holds
+    what looks like a key. What was left out and what is missing is printed.
+
+    Args:
+        out: Folder of an executed workbook.
+        to: Folder for the hand-in.
+        handout: Whose answers: the name of a PDF in OUT/writeup, such as cs336-a1.
+        incomplete: Also where something is missing or does not fit together, but never with a key.
     """
-    notes = writeup_faults(out)
+    from workbook.report.verify import writeup_faults
+
+    project, notes = find_project(), writeup_faults(out)
     pdf = out / "writeup" / f"{handout}.pdf"
     if not notes and not pdf.is_file():
         notes.append(f"Nothing of {handout} is answered in {out}: there is no {pdf}.")
@@ -75,10 +89,11 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
         made.append(to / ("answers.pdf" if handout.startswith("cse599o") else "writeup.pdf"))
         with atomic_write(made[-1]) as file:
             file.write(pdf.read_bytes())
-    lines = [f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made]
     if left_out:
         notes.append(f"Left out, as links, too large or named like a secret: {', '.join(map(str, left_out))}.")
-    return lines + [f"Note: {note}" for note in notes]
+    print("\n".join(f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made))
+    print("".join(f"Note: {note}\n" for note in notes), end="")
+    return 0
 
 
 def run_records(out: Path) -> list[Path]:

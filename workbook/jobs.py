@@ -1,4 +1,4 @@
-"""`workbook submit` and `requeue`: a job of Slurm for each notebook, and one for the writeup.
+"""`workbook submit`: a job of Slurm for each notebook, and one for the writeup.
 
 The scripts in papermill_jobs/ are submitted as they stand. What a site changes goes on the command line of sbatch,
 before which a script's own options give way; what a job is to do goes into its variables.
@@ -13,13 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 import yaml
 
-from lmcore.errors import EXIT_FAILURE, require
-from lmcore.files import read_json, write_json
+from lmcore.errors import require
 from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, read_mapping, resolve_parameters
 from workbook.record import plan
 from workbook.run import run
@@ -33,9 +31,6 @@ OURS = ("setup", "environment", "jobs")
 OF_A_JOB, KEPT = ("SLURM_", "MASTER_"), ("SLURM_CONF", "SLURM_CLUSTERS")
 """How variables begin that a job around this process has set, and those that are the cluster's all the same."""
 
-NO_PROGRESS = ("config.json", "environment.json", "status.json", "sweep.json")
-"""Files that a start writes, not what it leads to."""
-
 
 def submit(
     scale: str = "smoke",
@@ -45,7 +40,6 @@ def submit(
     parameters: tuple[str, ...] = (),
     writeup: bool = True,
     site: Path | None = None,
-    time: str | None = None,
     dry_run: bool = False,
     local: bool = False,
 ) -> int:
@@ -62,7 +56,6 @@ def submit(
         parameters: Parameters of the notebooks that are to have other values: workers=2.
         writeup: Make the writeup, too.
         site: What your cluster wants (default: papermill_jobs/site.yaml).
-        time: Limit of each job, in place of the site's; a job that needs longer resumes in the next one.
         dry_run: Only show how the jobs would be submitted.
         local: Run the notebooks here, one after the other, keeping those that are done.
     """
@@ -76,16 +69,15 @@ def submit(
     paths = find_notebooks(project, notebooks)
     resolved = resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
     task = {"SCALE": scale, "DATA": data, "OUT": str(out)}
-    limit = {"time": time} if time else {}
     jobs = []
     for name, known in resolved.items():
         own = [pair for pair in parameters if pair.partition("=")[0] in known]
         arguments = ["--no-writeup", *(["--parameters", *own] if own else [])]
         after = f",afterok:<{NEEDS[name]}>" if NEEDS.get(name) in resolved else ""
-        jobs.append(job(name, "workbook", arguments, after, wishes, limit, task | {"NOTEBOOKS": name}))
+        jobs.append(job(name, "workbook", arguments, after, wishes, task | {"NOTEBOOKS": name}))
     if writeup:
         after = f",afterany:{':'.join(f'<{name}>' for name in resolved)}"
-        jobs.append(job("writeup", "writeup", [], after, wishes, limit, task | {"NOTEBOOKS": ""}))
+        jobs.append(job("writeup", "writeup", [], after, wishes, task | {"NOTEBOOKS": ""}))
     if dry_run:
         print(f"cd {shlex.quote(str(project))}", *(each.described() for each in jobs), sep="\n\n")
         return 0
@@ -136,13 +128,13 @@ class Job:
 
 
 def job(
-    name: str, script: str, arguments: Sequence[str], after: str, site: Mapping, limit: Mapping, task: Mapping[str, str]
+    name: str, script: str, arguments: Sequence[str], after: str, site: Mapping[str, Any], task: Mapping[str, str]
 ) -> Job:
     """The job that runs papermill_jobs/<script>.sbatch as the site wants it, `after` others.
 
     It also waits for earlier jobs of its name (singleton), and is cancelled when it can never start any more.
     """
-    wish = {**site, **site.get("jobs", {}).get(script, {}), **site.get("jobs", {}).get(name, {}), **limit}
+    wish = {**site, **site.get("jobs", {}).get(script, {}), **site.get("jobs", {}).get(name, {})}
     log = f"{task['OUT']}/jobs/{name}".replace("%", "%%") + "-%j.log"
     words = [f"--dependency=singleton{after}", "--kill-on-invalid-dep=yes"]
     words += [f"--job-name={name}.{Path(task['OUT']).name}", f"--output={log}", "--export=ALL"]
@@ -165,34 +157,3 @@ def _check(settings: Mapping[str, Any], place: str) -> None:
             _check(value, f"{place}, {name}")
         else:
             require(isinstance(value, str), f"{place}: {name} must hold plain text, not {value!r}.")
-
-
-def saved(out: Path) -> set[str]:
-    """What a stop does not lose: checkpoints, measurements, tables and finished notebooks, by their names."""
-    found = {path for path in out.rglob("*.json") if path.name not in NO_PROGRESS and path.parent.name != "jobs"}
-    found = {path for path in found if path.parent.name != "notebooks" or read_json(path)["state"] == "done"}
-    return {str(path.relative_to(out)) for path in (*found, *out.rglob("checkpoints/step_*"))}
-
-
-def requeue(out: Annotated[Path, tyro.conf.Positional], job: str, attempts: int = 3) -> int:
-    """For a job that was stopped after saving: queue itself again, unless it gets nowhere. job.sh calls this.
-
-    Args:
-        out: The job's output folder; a task of a sweep is judged by its own run in it.
-        job: Slurm's id of the job, or of the task of an array.
-        attempts: After so many stops in a row without anything new saved, the job is not queued again.
-    """
-    task, sweep, folder = job.partition("_")[2], out / "sweep.json", out
-    if task and sweep.exists():
-        folder = out / list(read_json(sweep))[int(task)]
-    file = out / "jobs" / f"{job}.json"
-    before = read_json(file) if file.exists() else {"in_vain": 0, "saved": []}
-    now = saved(folder)
-    in_vain = 0 if now - set(before["saved"]) else before["in_vain"] + 1
-    write_json(file, {"in_vain": in_vain, "saved": sorted(now | set(before["saved"]))})
-    again = f"This job was stopped {in_vain} times in a row with nothing new saved, so it is not queued again"
-    require(in_vain < attempts, f"{again}: give it a longer --time, or let it save more often (checkpoint_interval).")
-    if subprocess.run(["scontrol", "requeue", job], check=False).returncode:
-        return EXIT_FAILURE  # with scontrol's own words
-    print("Stopped by a signal: queued again, to resume from what is saved.")
-    return 0

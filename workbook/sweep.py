@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+import tyro
 
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
@@ -74,20 +75,17 @@ def write_table(folder: Path, name: str) -> "tuple[pd.DataFrame, Path]":
         return results.write_results(tables.run_table(runs), file, provenance), file
 
 
-def work(folder: str | os.PathLike, task: int | None = None) -> None:
+def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     """What one worker of a sweep does: trains, in order, each run of sweep.json that is neither done nor taken.
 
-    `task` is the number of the only run that it looks at. A stop signal, also one between two runs, ends it with the
-    exit code EXIT_INTERRUPTED. Raises `UserError` if a run cannot be trained.
+    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED. Raises `UserError` if a run
+    cannot be trained.
     """
     with stop_signals() as stop:
-        file = Path(folder) / PLAN
-        values = read_json(file)
-        require(isinstance(values, dict), f"{file} must be a mapping of run names to settings.")
-        configs = {name: from_dict(TrainConfig, each) for name, each in values.items()}
-        require(task is None or 0 <= task < len(configs), f"{file} has runs 0 to {len(configs) - 1}, not {task}.")
-        for name, config in [*configs.items()] if task is None else [[*configs.items()][task]]:
-            run = RunFolder(Path(folder) / name)
+        values = read_json(folder / PLAN)
+        require(isinstance(values, dict), f"{folder / PLAN} must be a mapping of run names to settings.")
+        for name, config in [(name, from_dict(TrainConfig, each)) for name, each in values.items()]:
+            run = RunFolder(folder / name)
             if stop.is_set():
                 raise SystemExit(EXIT_INTERRUPTED)
             try:
@@ -97,6 +95,7 @@ def work(folder: str | os.PathLike, task: int | None = None) -> None:
                     raise SystemExit(EXIT_INTERRUPTED)
             except Busy:
                 print(f"{run.name}: left to the process that is training it.", flush=True)
+    return 0
 
 
 def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1) -> dict[str, RunFolder]:

@@ -15,18 +15,19 @@ NAMES = ["lr_0.001", "lr_0.002", "lr_0.004"]
 
 
 def test_an_array_of_which_a_task_is_stopped_ends_in_one_table(cluster, embedded_data, tmp_path):
+    """Two tasks share three runs."""
     out = tmp_path / "out"
     (tmp_path / "rates.py").write_text(SWEEP.format(rates=[0.001, 0.002, 0.004]))
     words = [tmp_path / "rates.py", "--recipe", "smoke", "--data", embedded_data, "--steps", 1500]
-    options = ["--array=0-2%2", "--gres=none", f"--output={tmp_path}/%A_%a.log"]
+    options = ["--array=1-2", "--gres=none", f"--output={tmp_path}/%A_%a.log"]
     array = cluster.sbatch("papermill_jobs/sweep.sbatch", *words, options=options, cwd=PROJECT, OUT=out)
-    stopped = RunFolder(out / NAMES[1])
+    runs = [RunFolder(out / name) for name in NAMES]
     cluster.wait_until(
-        lambda: stopped.metrics_file.exists() and len(stopped.metrics_lines()) > 2, "the second run trains", job=array
+        lambda: all(run.metrics_file.exists() and len(run.metrics_lines()) > 2 for run in runs[:2]), "two runs train"
     )
     cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_1")
     assert cluster.wait(array, timeout=400) == "COMPLETED", cluster.describe(array)
-    assert {task["ArrayTaskId"]: task["Restarts"] for task in cluster.records(array)} == {"0": "0", "1": "1", "2": "0"}
-    assert len(stopped.starts()) == 2
+    assert {task["ArrayTaskId"]: task["Restarts"] for task in cluster.records(array)} == {"1": "1", "2": "0"}
+    assert sum(len(run.starts()) for run in runs) == 4
     rows, _, _ = read_results(out / "results" / "rates.json")
     assert [*zip(rows["name"], rows["outcome"], strict=True)] == [(name, "complete") for name in NAMES]

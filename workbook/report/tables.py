@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lmcore.config import TrainConfig
 from lmcore.data import PreparedData
 from lmcore.provenance import utc_now
 from lmcore.run import RunFolder
@@ -44,12 +43,11 @@ def run_table(runs: Mapping[str, RunFolder]) -> pd.DataFrame:
     return pd.DataFrame([run_row(name, run) for name, run in runs.items()])
 
 
-def run_row(name: str, run: RunFolder, config: TrainConfig | None = None) -> dict[str, Any]:
-    """A row of `run_table`; of a run that has not begun, what its `config` tells."""
-    config, status, metrics = config or run.config(), run.status(), run.metrics()
+def run_row(name: str, run: RunFolder) -> dict[str, Any]:
+    """A row of `run_table`."""
+    config, status, metrics = run.config(), run.status(), run.metrics()
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
-    evaluated = metrics.dropna(subset="valid_loss")
-    lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
+    evaluated = metrics["valid_loss"].dropna()
     diverged_at = status.get("diverged_at_step", divergence_step(metrics, config.model.vocab_size))
     outcome = _outcome(status["state"], diverged_at)
     environment = run.environment() if run.environment_file.exists() else {}
@@ -66,8 +64,7 @@ def run_row(name: str, run: RunFolder, config: TrainConfig | None = None) -> dic
         "sampling": config.sampling,
         "outcome": outcome,
         "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
-        "best_valid_loss": None if lowest is None else float(lowest["valid_loss"]),
-        "best_step": None if lowest is None else int(lowest["step"]),
+        "best_valid_loss": float(evaluated.min()) if len(evaluated) else None,
         "diverged_at_step": diverged_at if outcome == "diverged" else None,
         "max_spike": largest_rise(metrics["train_loss"]),
         "seconds": status.get("seconds"),

@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +192,8 @@ def typeset(title: str, text: str, made_from: str, build: Path) -> bytes:
     import pypandoc
     import typst
 
-    package = resources.files("workbook.report")
-    (build / "writeup.lua").write_text(package.joinpath("writeup.lua").read_text(encoding="utf-8"), encoding="utf-8")
-    command = [pypandoc.get_pandoc_path(), "-f", MARKDOWN, "-t", "typst", "--wrap=none", "--lua-filter=writeup.lua"]
+    filter, template = (Path(__file__).with_name(name) for name in ("writeup.lua", "writeup.typ"))
+    command = [pypandoc.get_pandoc_path(), "-f", MARKDOWN, "-t", "typst", "--wrap=none", f"--lua-filter={filter}"]
     # in a session of its own: Ctrl-C is for the workbook, which ends in order
     done = subprocess.run(
         command, input=spell_out(text), cwd=build, capture_output=True, encoding="utf-8", check=False,
@@ -203,10 +201,9 @@ def typeset(title: str, text: str, made_from: str, build: Path) -> bytes:
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"pandoc failed: {done.stderr.strip()}")
-    template = package.joinpath("writeup.typ").read_text(encoding="utf-8")
-    template = template.replace("TITLE", title).replace("DIGEST", made_from)
-    file = build / "writeup.typ"
-    file.write_text(template + RENAMED_SYMBOLS.sub(r"\1.o", done.stdout), encoding="utf-8")
+    head = template.read_text(encoding="utf-8").replace("TITLE", title).replace("DIGEST", made_from)
+    file = build / template.name
+    file.write_text(head + RENAMED_SYMBOLS.sub(r"\1.o", done.stdout), encoding="utf-8")
     try:
         return typst.compile(str(file), root=str(build), font_paths=[str(font_folder())], ignore_system_fonts=True)
     except typst.TypstError as error:
@@ -225,13 +222,10 @@ def font_folder() -> Path:
 @cache
 def known_characters() -> frozenset[int]:
     """Code points that the PDF's fonts can draw."""
-    from fontTools.ttLib import TTFont
+    from matplotlib.font_manager import get_font
 
-    known: set[int] = set()
-    for name in ("DejaVuSans", "DejaVuSansMono", "STIXGeneral"):
-        with TTFont(font_folder() / f"{name}.ttf") as font:
-            known |= set(font.getBestCmap())
-    return frozenset(known)
+    fonts = [get_font(font_folder() / f"{name}.ttf") for name in ("DejaVuSans", "DejaVuSansMono", "STIXGeneral")]
+    return frozenset(point for font in fonts for point in font.get_charmap())
 
 
 def spell_out(text: str) -> str:
