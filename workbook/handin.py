@@ -20,8 +20,8 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder, write_json
 from workbook.parameters import find_project
 
-LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
-"""Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
+LEARNING_CURVE = Path("figures") / "recipe_curves.svg"
+"""The figure of notebook 02 that is handed in."""
 
 MANIFEST = "manifest.json"
 
@@ -72,10 +72,10 @@ def handin(
     executed = sorted([*(out / "notebooks").glob("*.[ij]*"), *(out / "results").glob("*.*"), *run_records(out)])
     refuse_secrets([*(project / name for name in files), *executed])
     code = {Path("code", name): project / name for name in files}
-    curves = [file for name in LEARNING_CURVES if (file := out / "figures" / name).is_file()]
-    code |= {Path("code", "learning_curve.svg"): file for file in curves[:1]}
-    if not curves:
-        notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
+    if (out / LEARNING_CURVE).is_file():
+        code[Path("code", "learning_curve.svg")] = out / LEARNING_CURVE
+    else:
+        notes.append(f"There is no learning curve: {out / LEARNING_CURVE}.")
     made = [to / "code.zip", to / "results.zip"]
     write_zip(made[0], code)
     held = {Path("results", file.relative_to(out)): file for file in executed}

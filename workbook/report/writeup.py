@@ -89,7 +89,8 @@ def documents(out: Path, records: list[NotebookRecord], contents: list[NotebookC
         asked = [problem for problem in problems if problem.handout == handout]
         if any(problem.answers for problem in asked):
             report = next((each for each in contents if each.name == REPORT_NOTEBOOK), None)
-            body = report_text(report) if handout == REPORT and report else answers_text(asked)
+            # of a report all text but the first cell, which is for readers of the workbook
+            body = report.text[1:] if handout == REPORT and report else answers_text(asked)
             of = {answer.notebook for problem in asked for answer in problem.answers}
             files = [out / file for each in contents if each.name in of for file in each.results]
             tables = [read_json(file) for file in files if file.is_file()]
@@ -162,11 +163,6 @@ def answer_text(answers: list[Answered]) -> list[str]:
     tables = [] if any("\n|" in answer.text for answer in answers) else [a.table for a in answers if a.table]
     figures = [answer.figure for answer in answers if answer.figure]
     return [*parts, *tables[-1:], *figures[-1:], *(answer.samples for answer in answers if answer.samples)]
-
-
-def report_text(contents: NotebookContents) -> list[str]:
-    """A notebook that is a report: all of its text but the first cell, which is for readers of the workbook."""
-    return contents.text[1:]
 
 
 def marks(problem: Problem) -> str:
