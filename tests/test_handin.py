@@ -95,7 +95,8 @@ def test_the_hand_in_is_code_answers_results_and_learning_curve(project):
     made = project / "runs" / "smoke" / "writeup" / "cse599o-a1-part2.pdf"
     assert (project / "handin" / "answers.pdf").read_bytes() == made.read_bytes()
     with zipfile.ZipFile(project / "handin" / "results.zip") as archive:
-        assert archive.namelist() == ["results/notebooks/01_good.ipynb", "results/results/losses.json"]
+        of_results = ["notebooks/01_good.ipynb", "notebooks/01_good.json", "results/losses.json"]
+        assert archive.namelist() == [*(f"results/{name}" for name in of_results), "manifest.json"]
     with zipfile.ZipFile(project / "handin" / "code.zip") as archive:
         assert archive.testzip() is None
         assert sorted(archive.namelist()) == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
