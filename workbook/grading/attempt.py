@@ -5,6 +5,7 @@ Nothing is judged here: a hand-in could change the judge, which is why its outco
 
 import ast
 import json
+import linecache
 import os
 import sys
 from contextlib import suppress
@@ -48,10 +49,12 @@ def run(notebook: Any, checks: dict[str, Any], done: dict[str, bool], lines: int
             except SyntaxError as error:
                 unread += f"; code cell {number} is no Python: {error.msg}"
                 continue
+            file = f"<cell {number}>"
+            linecache.cache[file] = (len(cell.source), None, cell.source.splitlines(True), file)  # a kernel's is read
             for statement in statements:
                 if cell.get("id") in checks["cells"] or isinstance(statement, DEFINITIONS):
                     with suppress(Exception):  # what is missing then is told by its name
-                        exec(compile(ast.Module([statement], []), f"<cell {number}>", "exec"), namespace)
+                        exec(compile(ast.Module([statement], []), file, "exec"), namespace)
 
 
 def try_one(check: dict[str, str], namespace: dict[str, Any], done: dict[str, bool], lines: int, unread: str) -> None:
