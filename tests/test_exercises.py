@@ -20,6 +20,7 @@ import lmcore.functional
 from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding
+from lmcore.tokenizer.bpe import Tokenizer
 from lmcore.tokenizer.train import merge_pretokens
 from workbook.exercises import checking as checks
 from workbook.exercises import ranks
@@ -202,6 +203,7 @@ def test_what_an_earlier_check_gave_back_may_be_called():
     assert judge(attention, with_the_librarys_softmax).passed
     with_both = functools.partial(with_the_librarys_softmax, more=lambda v: torch.softmax(v, -1))
     assert "calls softmax of a library" in judge(attention, with_both).words
+    assert "This is the library's" in judge(EXERCISES["tokenizer"], type("Mine", (Tokenizer,), {})).words
 
 
 def test_two_processes_are_guarded_and_without_triton_a_sentence_says_so(monkeypatch):

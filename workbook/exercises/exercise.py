@@ -123,13 +123,15 @@ def defined(source: str, name: str, names: Mapping[str, Any]) -> Any:
 
 
 def codes(answer: Any) -> set[CodeType]:
-    """The code of a function, of a class's methods, of what a partial calls, or of several of them."""
+    """The code of a function, of all methods of a class, of what a partial calls, or of several of them."""
     if isinstance(answer, tuple):
         return set().union(*map(codes, answer))
     if isinstance(answer, partial):
         return codes(answer.func)
-    functions = vars(answer).values() if isinstance(answer, type) else [answer]
-    return {function.__code__ for function in functions if isinstance(function, FunctionType)}
+    if isinstance(answer, type):
+        return set().union(*(codes(method) for base in answer.__mro__ for method in vars(base).values()))
+    function = getattr(answer, "__func__", answer)
+    return {function.__code__} if isinstance(function, FunctionType) else set()
 
 
 def difference(found: Any, expected: Any, tolerance: float) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmcore.optimizer import EagerOptimizer, with_gradient
 from workbook.exercises.exercise import normal
 
 
@@ -33,6 +34,19 @@ def windows(x: np.ndarray, starts: list[int], context: int) -> tuple[Tensor, Ten
     return torch.tensor(x[places].astype(np.int64)), torch.tensor(x[places + 1].astype(np.int64))
 
 
+class _Momentum(EagerOptimizer):
+    """Gradient descent with momentum. PyTorch's own would first import its compiler: seconds."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in with_gradient(self.param_groups[0]):
+            self.state[p]["m"] = 0.9 * self.state[p].get("m", 0.0) + p.grad
+            p -= self.param_groups[0]["lr"] * self.state[p]["m"]
+
+
 def _resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     """A model after two steps, a checkpoint of `solution` = (save, load), and two more steps by new objects."""
     save, load = solution
@@ -40,7 +54,7 @@ def _resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, _Momentum(model.parameters())
 
     first, second, file = new(), new(), io.BytesIO()
     train_loop(*first, [(x, y)] * 2)
@@ -67,7 +81,7 @@ def load_checkpoint(file: Any, model: nn.Module, optimizer: torch.optim.Optimize
 def _linear_problem() -> list[tuple]:
     model = nn.Linear(2, 1)
     model.load_state_dict({"weight": normal(1, 2), "bias": normal(1)})
-    return [(model, torch.optim.SGD(model.parameters(), lr=0.1), [(normal(4, 2), normal(4, 1)) for _ in range(5)])]
+    return [(model, _Momentum(model.parameters()), [(normal(4, 2), normal(4, 1)) for _ in range(5)])]
 
 
 def train_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list) -> list[float]:
