@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 EXERCISES: dict[str, "Exercise"] = {}
 """All exercises by name, in the order of the notebooks."""
 
-Solution = Callable[..., Any]
 
 _generator = torch.Generator()
 
@@ -80,11 +79,11 @@ class Exercise:
         cases = copy.deepcopy(eval(f"[{self.cases}]", self.names))
         return cases + [tuple(converted(value, dtype) for value in cases[0]) for dtype in self.dtypes]
 
-    def outcomes(self, solution: Solution) -> list[Any]:
+    def outcomes(self, solution: Callable) -> list[Any]:
         """What a solution makes of each case; of a question, the number."""
         return self.of_inputs(solution, self.inputs())
 
-    def of_inputs(self, solution: Solution, inputs: Sequence[tuple]) -> list[Any]:
+    def of_inputs(self, solution: Callable, inputs: Sequence[tuple]) -> list[Any]:
         """What a solution makes of these arguments; PyTorch's random state stays as it was."""
         if self.is_question:
             return [solution]

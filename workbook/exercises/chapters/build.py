@@ -18,7 +18,6 @@ from lmcore.functional import (
 )
 from lmcore.model import causal_mask
 from lmcore.tokenizer.pretokenize import GPT2_PATTERN
-from workbook.exercises.exercise import normal
 
 both = torch.float64, torch.bfloat16
 
@@ -124,11 +123,6 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return weight[token_ids]
 
 
-def _norm_cases() -> list[tuple]:
-    half = (normal(2, 64, dtype=torch.bfloat16, scale=200), normal(64, dtype=torch.bfloat16), 1e-5)
-    return [(normal(3, 8), normal(8), 1e-5), (normal(2, 3, 8, scale=1e-3), normal(8), 1e-5), half]
-
-
 def rmsnorm(x: Tensor, gain: Tensor, eps: float = 1e-5) -> Tensor:
     """x: (..., d_model), gain: (d_model,). Computed in at least float32; the result has the type of x."""
     wide = at_least_float32(x)
@@ -148,11 +142,6 @@ def rope(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     cos, sin = angles.cos(), angles.sin()
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
-
-
-def _attention_cases() -> list[tuple]:
-    two = normal(2, 3, 4), normal(2, 5, 4), normal(2, 5, 6)
-    return [(*two, None), (normal(3, 4), normal(3, 4), normal(3, 2), causal_mask(3, 3)), (*two, torch.arange(5) < 3)]
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -30,10 +30,6 @@ def online_softmax(state: tuple, scores: Tensor, values: Tensor) -> tuple[Tensor
     return m_new, l * shrink + p.sum(-1), acc * shrink[:, None] + p @ values
 
 
-def _whole(*sizes: int, causal: bool, block: int) -> tuple:
-    return (*(normal(*sizes) for _ in range(3)), block, causal)
-
-
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of attention, tile by tile of `block` queries and keys; (seq, d) each. (Dao et al. 2022)"""
     outputs, sums, positions = [], [], torch.arange(len(k))
@@ -327,10 +323,6 @@ def _reason(plan: dict[str, int]) -> str:
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
     """Of a loss in nats per token."""
     return math.exp(loss * tokens / words)
-
-
-def _squares(weight: Tensor, batch: Tensor) -> Tensor:
-    return (batch @ weight).square().mean()
 
 
 def accumulated(loss: Callable, weight: Tensor, batches: list[Tensor]) -> Tensor:
