@@ -228,7 +228,7 @@ TAMPERED = {
     typed_table: r"losses\.json is not what notebook 02_toy made",
     resealed_table: r"Table losses has 1\.2345 as train_loss in row 6; its runs give",
     typed_metrics: r"metrics\.jsonl is not what notebook 02_toy made",
-    resealed_metrics: r"toy: train_loss is 1\.23[45] at step 6; replayed, it is",
+    resealed_metrics: r"toy: step 6 has train_loss 1\.23[45]; replayed, it is",
     other_picture: r"cell \d+ is not what was executed",
     silenced_traceback: r"02_toy failed at code cell \d+: ValueError: hidden",
     gone_cell: r"is not the one that its record says was executed",

@@ -143,8 +143,9 @@ def reveal(name: str, measured: float) -> None:
     """Shows what was measured beside the guess, and how far they are apart."""
     guess = kept().get(name, {}).get("guess")
     keep(name, measured=float(measured))
-    beside = "" if guess is None else f"; you expected {guess:g}, {_apart(guess, measured)}"
-    print(f"{name}: {measured:.3g}{beside}.")
+    beside = "" if guess is None or measured != measured else f"; you expected {guess:g}, {_apart(guess, measured)}"
+    shown = f"{float(f'{measured:.4g}'):,g}" if measured == measured else "not measured"
+    print(f"{name}: {shown}{beside}.")
 
 
 def _apart(guess: float, measured: float) -> str:
