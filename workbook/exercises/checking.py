@@ -95,8 +95,8 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
         return Verdict(False, f"There are {len(found)} results, not {len(expected)}.")
     differences = exercise.differences(found, expected)
     if not any(differences):
-        cases = f" in {len(expected) - len(exercise.dtypes)} cases"
-        return Verdict(True, f"right{'' if exercise.is_question else cases}.")
+        cases = len(expected) - len(exercise.dtypes)
+        return Verdict(True, "right." if exercise.is_question else f"right in {cases} case{'s' * (cases > 1)}.")
     for sentence, wrong in exercise.mistakes.items():
         if _alike(exercise, found, exercise.outcomes(wrong)):
             return Verdict(False, sentence)
