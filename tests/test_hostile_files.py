@@ -182,10 +182,9 @@ UNSAFE = re.compile(
 """Calls that can run what they read."""
 ALLOWED = {
     ("distributed", "ranks.py"), ("workbook", "parameters.py"), ("grading", "attempt.py"), ("exercises", "exercise.py"),
-    ("chapters", "train.py"),
 }  # fmt: skip
-"""Functions go through a pipe to processes that this one has started; a notebook's cell is a program, and is run, a
-hand-in's in a process with limits; the package's own catalogue has cases as code; a checkpoint that an exercise wrote."""
+"""Functions go through a pipe to processes that this one has started; a notebook's cell is a program, and is run, one of
+a hand-in with limits in a process of its own; the package's own catalogue has cases as code."""
 
 
 def test_no_reader_can_run_code():

@@ -72,7 +72,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 def load_checkpoint(file: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Restores model and optimizer, and returns the step."""
-    kept = torch.load(file)
+    kept = torch.load(file, weights_only=True)
     model.load_state_dict(kept["model"])
     optimizer.load_state_dict(kept["optimizer"])
     return kept["step"]
