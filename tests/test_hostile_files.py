@@ -183,8 +183,8 @@ UNSAFE = re.compile(
 ALLOWED = {
     ("distributed", "ranks.py"), ("workbook", "parameters.py"), ("grading", "attempt.py"), ("exercises", "exercise.py"),
 }  # fmt: skip
-"""Functions go through a pipe to processes that this one has started; a notebook's cell is a program, and is run, one of
-a hand-in with limits in a process of its own; the package's own catalogue has cases as code."""
+"""Functions go through a pipe to processes that this one has started; a notebook's cell is a program, and is run, that
+of a hand-in with limits in a process of its own; the package's own catalogue has cases as code."""
 
 
 def test_no_reader_can_run_code():
