@@ -26,7 +26,7 @@ smartquotes = False
 
 include_patterns = [
     *("index.md", "writeup.md", "guides/*", "notebook_functions.rst", "notebooks/*", "api/*"),
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md", "docs/teaching.md"),
     *("papermill_jobs/README.md", "benchmarks/*.md", "results/**.md"),
 ]
 nb_execution_mode = "off"  # they are executed
