@@ -58,7 +58,7 @@ def test_exit_codes_are_the_numbers_that_scripts_know(trained):
     codes = EXIT_FAILURE, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED
     assert codes == (1, 2, 3, 4, 75)
     job = Path(__file__).parents[1] / "papermill_jobs" / "job.sh"
-    assert f"INTERRUPTED={EXIT_INTERRUPTED} " in job.read_text()
+    assert f"== {EXIT_INTERRUPTED} " in job.read_text()
     for state, expected in (("diverged", 3), ("out of memory", 4), ("interrupted", 75)):
         trained.state = state
         assert cli.main(["train", "--run", "r"]) == expected
