@@ -26,7 +26,7 @@ def grade(
     handins: Annotated[Path, tyro.conf.Positional],
     to: Path = Path("grades"),
     handout: str = "cse599o-a1-part2",
-    seconds: float = 60.0,
+    seconds: float = 120.0,
     memory_gb: float = 6.0,
     at_once: int = 2,
 ) -> int:

@@ -36,7 +36,7 @@ class Limits:
 
     memory: int = 6_000_000_000
     """Bytes of address space, of which PyTorch takes some two thousand million for itself."""
-    seconds: float = 60.0
+    seconds: float = 120.0
     """For one exercise, or for the first with the imports before it; a notebook has five times as many."""
 
     def hold(self, process: subprocess.Popen) -> None:
