@@ -81,7 +81,8 @@ class RunFolder:
         """Writes config and environment, or checks that a folder that has them was made with the same.
 
         Adds this start to environment.json and removes half-written checkpoints: only the process that holds the folder
-        may begin. Returns how the run ended if it is complete. Raises `UserError` naming the fields that differ.
+        may begin. Of a complete run it returns how that ended, and adds nothing. Raises `UserError` naming the fields
+        that differ.
         """
         for left in self.checkpoint_folder.glob(".*.tmp"):  # other files are written again, which removes theirs
             remove(left)
@@ -92,8 +93,10 @@ class RunFolder:
             require(not differences, f"{other}; choose another folder, or remove this one.")
         else:
             write_json(self.config_file, to_dict(config))
+        if starts and is_complete(self):
+            return self.result()
         write_json(self.environment_file, [*starts, environment | {"config": to_dict(config)}])
-        return self.result() if is_complete(self) else None
+        return None
 
     def differences(self, config: TrainConfig, data_fingerprint: str | None) -> str:
         """In words, the fields in which `config` or the data differ from those that made this folder."""
