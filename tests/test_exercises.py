@@ -26,8 +26,10 @@ from workbook.exercises import checking as checks
 from workbook.exercises import ranks
 from workbook.exercises.checking import judge
 from workbook.exercises.exercise import EXERCISES, difference, slipped
+from workbook.exercises.solutions import kept_solutions, solutions
 
-PROBLEMS = Path(__file__).parents[1] / "workbook" / "report" / "problems.csv"
+ROOT = Path(__file__).parents[1]
+PROBLEMS = ROOT / "workbook" / "report" / "problems.csv"
 OF_PROBLEMS = {
     "positionwise_feedforward": "swiglu",
     "scaled_dot_product_attention": "attention",
@@ -90,9 +92,17 @@ def test_every_problem_of_the_courses_has_an_exercise():
     assert len(EXERCISES) >= 66
 
 
+def test_the_notebooks_solutions_are_the_answers():
+    assert kept_solutions() == solutions(ROOT / "notebooks"), "run `python -m workbook.exercises.solutions`"
+    linear, own = EXERCISES["linear"], {}
+    exec(linear.source, own)  # word for word the answer, but the reader's own
+    assert own["linear"].__code__ == linear.answer.__code__
+    assert judge(linear, own["linear"]).passed
+
+
 def test_a_slip_in_a_text_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="'nothing of it' stands 0 times in softmax"):
-        slipped(lmcore.functional.softmax, ["nothing of it => x"], {})
+    with pytest.raises(ValueError, match="'nothing of it' stands 0 times"):
+        slipped("return softmax", ["nothing of it => x"])
 
 
 def slow_softmax(x, dim):

@@ -5,16 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pandas as pd
 
 from lmcore.errors import require
 from lmcore.files import locked, read_json, write_json
-from workbook.exercises import chapters as chapters  # fills EXERCISES
+from workbook.exercises import cases as cases  # fills EXERCISES
 from workbook.exercises import guard
-from workbook.exercises.exercise import EXERCISES, Exercise, codes, converted, largest_error
+from workbook.exercises.exercise import EXERCISES, Exercise, converted, largest_error, places
 
 progress_file = Path("exercises.json")
 """Where what was solved is kept; `begin` sets it."""
@@ -72,7 +71,7 @@ def attempt(exercise: Exercise, solution: Any, guarded: bool = True) -> list[Any
         return f"A function or a class is asked for, not a {type(solution).__name__}."
     inputs, given = exercise.inputs(), answers_before(exercise)
     own = answers_before(None) - given
-    if guarded and any(code in own | given or code.co_filename.startswith(guard.LIBRARY) for code in codes(solution)):
+    if guarded and any(place in own | given or place[0].startswith(guard.LIBRARY) for place in places(solution)):
         return "This is the library's; write your own."
     try:
         exercise.expected  # noqa: B018 (first: what PyTorch imports on the way takes none of the reader's time)
@@ -107,10 +106,10 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
     return Verdict(False, words if ratio is None else f"It is {ratio:.3g} times what it should be.")
 
 
-def answers_before(exercise: Exercise | None) -> set[CodeType]:
-    """The code of the answers to all exercises before this one, which the reader may have been given back."""
+def answers_before(exercise: Exercise | None) -> set[guard.Place]:
+    """Where the answers are to all exercises before this one, which the reader may have been given back."""
     before = itertools.takewhile(lambda name: exercise is None or name != exercise.name, EXERCISES)
-    return set().union(*(codes(EXERCISES[name].answer) for name in before))
+    return set().union(*(places(EXERCISES[name].answer) for name in before))
 
 
 def _alike(exercise: Exercise, found: list, wrong: list) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,11 @@ class Exercise:
     wrong: Mapping[str, Any]
     """The catalogue's mistakes."""
     answer: Any
-    """The library's function or a short one of a chapter, a class, or a tuple of both; of a question, the number."""
+    """The library's function or the notebook's: a function, a class, or a tuple; of a question, the number."""
+    source: str
+    """The notebook's solution, where that is the answer; else nothing."""
+    expression: str
+    """What is checked in the notebook: Python that is the answer where `source` was executed."""
     use: Callable[..., Any]
     cases: str = "()"
     avoid: tuple[str, ...] = ()
@@ -44,10 +48,17 @@ class Exercise:
     dtypes: tuple[torch.dtype, ...] = ()
 
     @classmethod
-    def of_entry(cls, name: str, notebook: str, names: dict[str, Any], entry: Mapping[str, Any]) -> "Exercise":
-        """The exercise that the catalogue's entry describes."""
+    def of_entry(
+        cls, name: str, notebook: str, names: dict[str, Any], entry: Mapping[str, Any], solution: Sequence[str]
+    ) -> "Exercise":
+        """The exercise that the catalogue's entry describes; without an answer there, the notebook's `solution` is it.
+
+        `solution` has source and expression; the source is executed in `names`, where later solutions find it.
+        """
         values = {key: value for key, value in entry.items() if key != "mistakes"}
-        values["answer"] = eval(str(entry.get("answer", name)), names)
+        values["source"], expression = ("", entry["answer"]) if "answer" in entry else solution
+        values["answer"] = executed(values["source"], names, str(expression))
+        values["expression"] = str(expression)
         values["use"] = eval(entry.get("use", "lambda solution, *arguments: solution(*arguments)"), names)
         values |= {key: float(entry[key]) for key in ("tolerance", "seconds") if key in entry}
         values["avoid"] = tuple(entry.get("avoid", "").split())
@@ -61,7 +72,13 @@ class Exercise:
 
     def _of_mistake(self, wrong: Any) -> Any:
         slips = wrong if isinstance(wrong, list) else [str(wrong)]
-        return slipped(self.answer, slips, self.names) if "=>" in slips[0] else eval(slips[0], self.names)
+        if "=>" not in slips[0]:
+            return eval(slips[0], self.names)
+        if self.source:
+            return executed(slipped(self.source, slips), dict(self.names), self.expression)
+        source = re.search(r"^(def|class) .*", inspect.getsource(self.answer), re.DOTALL | re.MULTILINE)[0]
+        names = self.names | vars(sys.modules[self.answer.__module__])
+        return executed(slipped(source, slips), names, self.answer.__name__)
 
     @cached_property
     def expected(self) -> list[Any]:
@@ -97,40 +114,41 @@ class Exercise:
         return [difference(*pair) for pair in zip(found, expected, tolerances, strict=True)]
 
 
-def slipped(answer: Any, slips: Sequence[str], names: Mapping[str, Any]) -> Any:
-    """The function or class, or the last one of a tuple, whose source has other texts: each slip is "old => new".
+def slipped(source: str, slips: Sequence[str]) -> str:
+    """The source with other texts in it: each slip is "old => new".
 
-    It knows `names` besides those of its module. Raises `ValueError` where a text does not stand there exactly once.
+    Raises `ValueError` where a text does not stand there exactly once.
     """
-    if isinstance(answer, tuple):
-        return (*answer[:-1], slipped(answer[-1], slips, names))
-    source = re.search(r"^(def|class) .*", inspect.getsource(answer), re.DOTALL | re.MULTILINE)[0]
     for slip in slips:
         old, new = (text.removesuffix(" ").removeprefix(" ") for text in slip.split("=>"))
         if source.count(old) != 1:
-            raise ValueError(f"{old!r} stands {source.count(old)} times in {answer.__name__}, not once.")
+            raise ValueError(f"{old!r} stands {source.count(old)} times in this source, not once:\n{source}")
         source = source.replace(old, new)
-    return defined(source, answer.__name__, {**names, **vars(sys.modules[answer.__module__])})
+    return source
 
 
-def defined(source: str, name: str, names: Mapping[str, Any]) -> Any:
-    """The function or class `name` that the source defines, where it knows `names`; `inspect` finds the source."""
-    file, scope = f"<{name} {hash(source)}>", dict(names)
+def executed(source: str, names: dict[str, Any], expression: str) -> Any:
+    """What `expression` is where the source was executed, with and in `names`; `inspect` finds the source."""
+    file = f"<{expression} {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), scope)
-    return scope[name]
+    exec(compile(source, file, "exec"), names)
+    return eval(expression, names)
 
 
-def codes(answer: Any) -> set[CodeType]:
-    """The code of a function, of all methods of a class, of what a partial calls, or of several of them."""
+def places(answer: Any) -> set[tuple[str, int]]:
+    """File and first line of a function, of all methods of a class, of what a partial calls, or of several of them.
+
+    Where code is tells whose it is: a reader may write, word for word, what the answer is.
+    """
     if isinstance(answer, tuple):
-        return set().union(*map(codes, answer))
+        return set().union(*map(places, answer))
     if isinstance(answer, partial):
-        return codes(answer.func)
+        return places(answer.func)
     if isinstance(answer, type):
-        return set().union(*(codes(method) for base in answer.__mro__ for method in vars(base).values()))
+        return set().union(*(places(method) for base in answer.__mro__ for method in vars(base).values()))
     function = getattr(answer, "__func__", answer)
-    return {function.__code__} if isinstance(function, FunctionType) else set()
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    return {(code.co_filename, code.co_firstlineno)} if code else set()
 
 
 def difference(found: Any, expected: Any, tolerance: float) -> str | None:

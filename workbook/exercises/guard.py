@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,8 @@ LIBRARY = str(Path(lmcore.__file__).parent)
 OTHERS = str(Path(torch.__file__).parents[1])
 """Where installed packages are."""
 EXERCISES = str(Path(__file__).parent)
+Place = tuple[str, int]
+"""File and first line of a function."""
 SWITCHES = ("setprofile", "settrace", "setprofile_all_threads", "settrace_all_threads")
 
 
@@ -28,7 +30,7 @@ class Refused(BaseException):
 class Watch(TorchFunctionMode):
     """Sees the calls of a reader's code: Python's by `profile`, PyTorch's, whatever their names, as a mode of it."""
 
-    def __init__(self, avoid: Collection[str], own: Collection[CodeType], given: Collection[CodeType]):
+    def __init__(self, avoid: Collection[str], own: Collection[Place], given: Collection[Place]):
         super().__init__()
         self.avoid, self.own, self.given = avoid, own, given
         self.refused: Refused | None = None
@@ -55,12 +57,13 @@ class Watch(TorchFunctionMode):
         if suspended is not None:
             self.suspended.by = None if event == "return" and frame is suspended else suspended
         elif event == "call":
+            place = code.co_filename, code.co_firstlineno
             by_exercise = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(EXERCISES)
-            if code in self.given or (by_exercise and (code in self.own or code.co_filename.startswith(LIBRARY))):
+            if place in self.given or (by_exercise and (place in self.own or code.co_filename.startswith(LIBRARY))):
                 self.suspended.by = frame
             elif code.co_name in SWITCHES:
                 self.refuse(f"Your code calls {code.co_name}, which would hide what it does.")
-            elif code in self.own or code.co_filename.startswith(LIBRARY):
+            elif place in self.own or code.co_filename.startswith(LIBRARY):
                 self.refuse("Your code calls lmcore, which is the answer: write it without.")
             elif code.co_filename.startswith(OTHERS):
                 owner = code.co_qualname.partition(".")[0]
@@ -74,7 +77,7 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def guarded(
-    avoid: Collection[str], seconds: float, own: Collection[CodeType] = (), given: Collection[CodeType] = ()
+    avoid: Collection[str], seconds: float, own: Collection[Place] = (), given: Collection[Place] = ()
 ) -> Iterator[None]:
     """Raises `Refused`, with a sentence, where the code inside calls lmcore, a function of a name in `avoid` that it
     has not written itself, or takes longer than `seconds` (in the main thread, where signals are known).

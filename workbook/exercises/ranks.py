@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbook.exercises.exercise import EXERCISES, codes, defined
+from workbook.exercises.exercise import EXERCISES, executed, places
 from workbook.exercises.guard import Refused, guarded
 
 SECONDS_TO_START, SECONDS = 90, 15
@@ -68,7 +68,7 @@ def _guarded(rank: int, job: Callable, name: str | None, solution: Any, argument
     try:
         if name is None:
             return job(solution, *arguments)
-        own = set().union(*(codes(exercise.answer) for exercise in EXERCISES.values())) - codes(solution)
+        own = set().union(*(places(exercise.answer) for exercise in EXERCISES.values())) - places(solution)
         with guarded(EXERCISES[name].avoid, SECONDS - 1, own):
             return job(solution, *arguments)
     except (Refused, Exception) as error:
@@ -103,5 +103,5 @@ def _launched(launch: Callable, source: str, name: str, *arguments: Any) -> Any:
         return None
     head, body = source.split("):", maxsplit=1)
     head = re.sub(r"\b([A-Z]+)(?=[,\s]|$)", r"\1: tl.constexpr", head)
-    kernel = defined(f"{head}):{body}", name, {"triton": triton, "tl": tl})
+    kernel = executed(f"{head}):{body}", {"triton": triton, "tl": tl}, name)
     return launch(triton.jit(kernel), *arguments)
