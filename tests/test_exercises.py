@@ -93,7 +93,7 @@ def test_every_problem_of_the_courses_has_an_exercise():
 
 
 def test_the_notebooks_solutions_are_the_answers():
-    assert kept_solutions() == solutions(ROOT / "notebooks"), "run `python -m workbook.exercises.solutions`"
+    assert kept_solutions() == solutions(ROOT / "notebooks"), "run `python -m workbook.exercises`"
     linear, own = EXERCISES["linear"], {}
     exec(linear.source, own)  # word for word the answer, but the reader's own
     assert own["linear"].__code__ == linear.answer.__code__
@@ -261,9 +261,11 @@ def test_own_beside_theirs():
 def test_a_guess_is_shown_beside_what_was_measured(capsys):
     checks.predict("share", 0.5)
     checks.reveal("share", 0.2)
+    checks.predict("time", 5.0)
+    checks.reveal("time", 2.0)
     checks.reveal("unasked", 3.0)
-    said = ["share: you expect 0.5.", "share: 0.2; you expected 0.5, 2.5 times too much.", "unasked: 3."]
-    assert capsys.readouterr().out.splitlines() == said
+    said = ["share: 0.2; you expected 0.5, 0.3 away.", "time: 2; you expected 5, 2.5 times too much.", "unasked: 3."]
+    assert [line for line in capsys.readouterr().out.splitlines() if "expect " not in line] == said
 
 
 def test_numbers_compare_within_the_tolerance():

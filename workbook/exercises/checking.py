@@ -37,7 +37,7 @@ def check(name: str, solution: Any) -> Any:
     """Says whether a solution of the exercise `name` is right, else what its mistake may be.
 
     `solution` is a function, a class, or the number that is asked for. Returns it if it is right, else the library's
-    own, with which the notebook goes on. Raises `UserError` where there is no such exercise.
+    own, which later cells use. Raises `UserError` where there is no such exercise.
     """
     exercise = of_name(name)
     verdict = judge(exercise, solution)
@@ -148,8 +148,8 @@ def reveal(name: str, measured: float) -> None:
 
 
 def _apart(guess: float, measured: float) -> str:
-    if guess * measured <= 0:
-        return f"{abs(guess - measured):.3g} away"
+    if guess * measured <= 0 or max(guess, measured) <= 1:  # shares: 13 times too little says nothing of 7% and 90%
+        return f"{abs(guess - measured):.2g} away"
     ratio = max(guess / measured, measured / guess)
     return "as it is" if ratio < 1.05 else f"{ratio:.2g} times too {'much' if abs(guess) > abs(measured) else 'little'}"
 

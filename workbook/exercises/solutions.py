@@ -1,4 +1,4 @@
-"""The solutions in the notebooks are the answers: `python -m workbook.exercises.solutions` copies them to a file.
+"""The solutions in the notebooks are the answers: `python -m workbook.exercises` copies them to a file.
 
 The library, also in the edition for students, reads that file: a notebook holds what its reader writes.
 """
@@ -6,7 +6,7 @@ The library, also in the edition for students, reads that file: a notebook holds
 import re
 from pathlib import Path
 
-from lmcore.files import read_json, write_json
+from lmcore.files import read_json
 from workbook.notebook import code_cells, read_notebook, tags
 
 EXERCISE, CHECK = "exercise", "check"
@@ -34,7 +34,3 @@ def solutions(notebooks: Path) -> dict[str, list[str]]:
 def kept_solutions() -> dict[str, list[str]]:
     """What `solutions` found when the file was written."""
     return read_json(FILE)
-
-
-if __name__ == "__main__":
-    write_json(FILE, solutions(Path(__file__).parents[2] / "notebooks"))
