@@ -19,9 +19,6 @@ ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 PARAMETERS, INJECTED = "parameters", "injected-parameters"
 """Tags of the cell that declares the parameters, and of the one that papermill puts after it."""
 
-PRECONDITIONS = "preconditions"
-"""Tag of the cell that checks what the notebook needs: `workbook run` runs it before it executes any notebook."""
-
 KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 """Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
 

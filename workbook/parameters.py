@@ -1,19 +1,15 @@
 """The notebooks of a project, and the parameters that each gets at a scale."""
 
 import ast
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lmcore.errors import UserError, require, require_path
-from lmcore.files import temporary_folder
-from lmcore.text import END_OF_TEXT
-from workbook.notebook import PRECONDITIONS, code_cells, declared_parameters, read_notebook, tags
+from workbook.notebook import declared_parameters, read_notebook
 
 PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
 """One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
@@ -43,16 +39,14 @@ def resolve_parameters(
     """Parameters of each notebook by its name: those of papermill_jobs/parameters/<scale>/<notebook>.yaml, then
     `common`, then `overrides`, each for the notebooks that declare it.
 
-    Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), on a
-    value of another type than the default's, and where the cell tagged `preconditions` refuses, which runs here: before
-    any notebook begins.
+    Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), and on
+    a value of another type than the default's.
     """
     folder = project / PARAMETERS_FOLDER / scale
     scales = ", ".join(sorted(path.name for path in folder.parent.iterdir() if path.is_dir()))
     known = Path(scale).name == scale and folder.is_dir()  # a scale is a folder's name in runs/, too
     require(known, f"There is no scale {scale!r} ({folder} is missing); choose one of {scales}.")
-    contents = {path.stem: read_notebook(path) for path in notebooks}
-    declared = {name: declared_parameters(content, name) for name, content in contents.items()}
+    declared = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in notebooks}
     every = sorted({key for known in declared.values() for key in known})
     for key in overrides:
         require(key in every, f"No notebook has a parameter {key!r}; there are {', '.join(every)}.")
@@ -66,13 +60,6 @@ def resolve_parameters(
             kind = type(known[key])
             typed = known[key] is None or value is None or type(value) in {float: (float, int)}.get(kind, (kind,))
             require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
-        for cell in (cell for _, cell in code_cells(contents[name]) if PRECONDITIONS in tags(cell)):
-            try:
-                with contextlib.chdir(project / "notebooks"):
-                    exec(cell.source, known | resolved[name])
-            except Exception as error:
-                words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
-                raise UserError(f"Notebook {name}: {words}") from error
     return resolved
 
 
@@ -119,36 +106,3 @@ def locate(data: str) -> str:
 def begin_notebook() -> None:
     """Goes to notebooks/, where relative paths start, wherever papermill was started."""
     os.chdir(find_project() / "notebooks")
-
-
-def require_text(source: str, tokenizer: str, context_length: int, dev: bool = True) -> None:
-    """Raises `UserError` unless training and validation text of a corpus have a window of `context_length` tokens.
-
-    With `dev`, so must its last training documents, on which settings are chosen, and those before them. A small text
-    is tokenized to see it, of a large one only the documents are counted; one that has to be downloaded will do.
-    """
-    from lmcore.data.corpora import open_corpus, read_documents
-    from lmcore.data.downloads import SOURCES
-    from lmcore.data.prepared import is_prepared, open_data, prepare
-
-    if source in ("embedded", *SOURCES):
-        return
-    with temporary_folder("lmcore-text-") as folder:
-        if is_prepared(source):
-            data = open_data(source)
-        else:
-            corpus = open_corpus(source)
-            least = 2 if corpus.valid_files else 3  # one of three is held out for validation
-            found = len(list(islice(read_documents(corpus.train_files), least)))
-            words = f"{source} needs at least {least} documents, with {END_OF_TEXT} between them, but has {found}."
-            require(not dev or found == least, f"To choose settings on the last training documents, {words}")
-            if corpus.size > 1 << 20:  # bytes: there is a window in each part
-                return
-            data = prepare(source, tokenizer, folder / "data", progress=False)
-        parts = {"training": data.train, "validation": data.valid}
-        if dev:
-            chosen = data.evaluated_on("dev")
-            parts |= {"training": chosen.train, "dev": chosen.valid}
-        for part, tokens in parts.items():
-            words = f"its {part} part has {len(tokens):,} tokens, and one window takes {context_length + 1:,}"
-            require(len(tokens) > context_length, f"The text {source} is too short: {words}.")
