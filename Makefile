@@ -106,7 +106,8 @@ grade: $(INSTALLED)  ## the hand-ins of a course in HANDINS=, for HANDOUT=: tabl
 	@$(BIN)/workbook grade "$(HANDINS)" --handout "$(HANDOUT)" --to "$(GRADES)"
 
 lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
-	$(BIN)/jupyter lab --notebook-dir . notebooks/01_build.ipynb
+	$(BIN)/jupyter lab --notebook-dir . --FileContentsManager.post_save_hook=workbook.notebook.after_save \
+	  notebooks/01_build.ipynb
 
 submit: $(INSTALLED)  ## the notebooks as Slurm jobs (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
 	@$(BIN)/workbook submit --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \

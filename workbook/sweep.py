@@ -17,7 +17,7 @@ from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
 from lmcore.files import Busy, locked, read_json, write_json
-from lmcore.progress import Progress
+from lmcore.progress import Progress, in_jupyter
 from lmcore.recipes import recipe
 from lmcore.run import RunFolder, damage
 from lmcore.stopping import stop_signals
@@ -26,6 +26,7 @@ from workbook.report.variations import with_steps
 
 if TYPE_CHECKING:  # a worker has no tables
     import pandas as pd
+    from IPython.display import Image
 
 PLAN = "sweep.json"
 """In the folder of a sweep: its configurations by name."""
@@ -155,20 +156,47 @@ def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) 
     return steps, "; ".join(notes)
 
 
+def curves(runs: Mapping[str, RunFolder]) -> "Image":
+    """Training loss by step, a line of a color of its own for each run; the last runs that have begun are named."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    from workbook.knobs import as_png
+    from workbook.report.figures import PALETTE, label_ends
+
+    figure, ends = Figure((5.6, 3), layout="constrained"), {}
+    ax = figure.subplots()
+    colors = PALETTE if len(runs) <= len(PALETTE) else seaborn.husl_palette(len(runs))
+    for (name, run), color in zip(runs.items(), colors, strict=False):
+        with suppress(UserError):  # damaged: training repairs it, or says why not
+            if lines := [(line["step"], line["train_loss"]) for line in run.metrics_lines()]:
+                ax.plot(*zip(*lines, strict=True), color=color)
+                ends[name] = (lines[-1][1], color)
+    ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
+    label_ends(ax, dict([*ends.items()][-8:]))
+    return as_png(figure)
+
+
 def _follow(
     name: str, children: list[subprocess.Popen], configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]
 ) -> None:
-    """Shows how far the runs are until the children have ended and nobody holds the runs.
+    """Shows how far the runs are, in JupyterLab also by curves, until the children have ended and nobody holds them.
 
     An interrupt of the notebook's cell ends the children, which save themselves, and raises `UserError`.
     """
     total, start = sum(config.steps for config in configs.values()), _how_far(configs, runs)[0]
-    progress, over = Progress(total, name, start=start), False
+    progress, over, shown = Progress(total, name, start=start), False, None
+    if in_jupyter():
+        from IPython.display import display
+
+        shown = display(curves(runs), display_id=True)
     try:
         while not over:
             over = all([child.poll() is not None for child in children])
             over = over and not any(run.is_busy() for run in runs.values())
             progress.update(*_how_far(configs, runs))
+            if shown and (over or time.monotonic() % 2 < 0.5):  # one poll in two seconds
+                shown.update(curves(runs))
             time.sleep(0 if over else 0.5)
     except KeyboardInterrupt:
         for child in children:

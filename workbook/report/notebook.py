@@ -9,19 +9,25 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import Code
+from IPython.display import HTML, Code, display
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
+from lmcore.progress import in_jupyter
 from workbook.exercises.checking import begin
+from workbook.knobs import knobs
 from workbook.report.answers import answer, escaped, table
 from workbook.report.figures import Picture, save_figure, use_style
 from workbook.report.results import Results
 
-__all__ = ["answer", "quote", "show_source", "start", "table", "token_label"]
+__all__ = ["answer", "knobs", "quote", "show_source", "start", "table", "token_label"]
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Settings of glibc's malloc for the processes of benchmark cases."""
+
+DARK_THEME = """<style>body[data-jp-theme-light="false"] .jp-OutputArea-output img {
+  filter: invert(0.92) hue-rotate(180deg); }</style>"""
+"""In JupyterLab's dark theme, figures are shown as on dark pages: lightness turned over, hues kept."""
 
 
 def start(
@@ -50,6 +56,8 @@ def start(
         plt.close(figure)  # or the notebook shows it a second time
         return Picture(saved, caption)
 
+    if in_jupyter():
+        display(HTML(DARK_THEME))
     begin(out)
     return Results(out, records), show, chosen
 

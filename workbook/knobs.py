@@ -1,0 +1,65 @@
+"""Knobs: a picture that follows sliders in JupyterLab, and stands still elsewhere."""
+
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+import ipywidgets
+from IPython.display import Image, display
+from matplotlib.figure import Figure
+
+from lmcore.progress import in_jupyter
+
+DPI, SHOWN_DPI = 150, 100
+"""Pixels of a picture for each inch, and CSS pixels: text is sharp on screens of high resolution, too."""
+
+
+def as_png(figure: Figure, **options: Any) -> Image:
+    """A figure as a picture for a notebook."""
+    figure.savefig(file := BytesIO(), format="png", dpi=DPI)
+    return Image(file.getvalue(), width=round(SHOWN_DPI * figure.get_figwidth()), **options)
+
+
+def knobs(
+    draw: Callable[..., None], columns: int = 1, figsize: tuple[float, float] = (4.8, 2.6), **choices: tuple | list
+) -> None:
+    """Shows what `draw(*axes, **values)` draws on empty axes, below a slider for each choice.
+
+    A choice is (low, high, default), or a list of values that begins with the default. Only a kernel that JupyterLab
+    has started for a notebook has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so
+    on the pages, the picture at the defaults is all: a PNG, and no widget.
+    """
+    figure = Figure(figsize, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+
+    def picture(**values: Any) -> Image:
+        for ax in axes:
+            ax.clear()
+        draw(*axes, **values)
+        drawn = as_png(figure, alt=draw.__doc__)
+        figure.set_layout_engine("none")  # from then on the axes keep their places, which takes half the time
+        return drawn
+
+    still = picture(**{name: choice[0] if isinstance(choice, list) else choice[2] for name, choice in choices.items()})
+    if not in_jupyter():
+        return display(still)
+    sliders = {name: _slider(name, choice) for name, choice in choices.items()}
+    shown = ipywidgets.Image(value=still.data, layout={"width": f"{still.width}px"})
+
+    def redraw(_: Any) -> None:
+        shown.value = picture(**{name: slider.value for name, slider in sliders.items()}).data
+
+    for slider in sliders.values():
+        slider.observe(redraw, "value")
+    return display(ipywidgets.VBox([*sliders.values(), shown]))
+
+
+def _slider(name: str, choice: tuple | list) -> ipywidgets.ValueWidget:
+    """A slider over the values of a list, in order, over whole numbers, or over numbers in steps of the lowest."""
+    form = {"description": name.replace("_", " "), "style": {"description_width": "7em"}, "layout": {"width": "27em"}}
+    if isinstance(choice, list):
+        return ipywidgets.SelectionSlider(options=sorted(choice), value=choice[0], **form)
+    low, high, value = choice
+    if isinstance(value, int):
+        return ipywidgets.IntSlider(value, min=low, max=high, **form)
+    return ipywidgets.FloatSlider(value, min=low, max=high, step=low, **form)
