@@ -14,15 +14,15 @@ from nbformat.v4 import new_markdown_cell
 from notebook_projects import SVG, code, make_project
 
 from workbook import cli
-from workbook.grading.exercises import Limits
 from workbook.grading.grade import grade_course
+from workbook.grading.limits import Limits
 from workbook.handin import MANIFEST, handin
 from workbook.notebook import read_notebook, write_notebook
 from workbook.record import read_record, source_hash, write_record
 from workbook.report.writeup import write_writeup
 from workbook.seal import seal
 
-NAME, HANDOUT = "02_toy", "cse599o-a1-part2"
+NAME, HANDOUT, ASKED = "02_toy", "cse599o-a1-part2", "Run Training Loop"
 
 PARAMETERS = 'scale = "smoke"\ndata = "embedded"\nout = "../runs/smoke"\nrecords = ""\nsteps = 6'
 
@@ -59,7 +59,10 @@ if not records:
 TABLE = """from workbook.report.results import Results
 run = RunFolder(f"{out}/runs/toy")
 losses = Results(out, records).table(
-    "losses", lambda: run.metrics()[["step", "train_loss"]], made_from=[run.metrics_file])"""
+    "losses", lambda: run.metrics()[["step", "train_loss"]], made_from=[run.metrics_file])
+from workbook.report import tables
+tables.table_of_runs(Results(out, records), "toy_runs", tables.run_table, {"toy": run})
+tables.table_of_runs(Results(out, records), "toy_curves", tables.curves_table, {"toy": run})"""
 
 ANSWER = """from workbook.report.answers import answer
 answer("Run Training Loop", f"The loss is {losses['train_loss'].iloc[-1]:.4f} at the end.")"""
@@ -222,6 +225,40 @@ def no_table(given):
     (given.out / "results" / "losses.json").unlink()
 
 
+def shown_answer(given):
+    """The text, and not the metadata that no reader sees."""
+    shown = {"text/markdown": "> **Answer — Run Training Loop.** The loss is 1.2345 at the end."}
+    given.edit(lambda cells: cells["answer"].outputs[0].data.update(shown))
+    given.seal()
+
+
+def resealed_picture(given):
+    other_picture(given)
+    given.seal()
+
+
+def resealed_runs(given):
+    given.replace("results/toy_runs.json", r'("final_valid_loss": )[\d.]+', r"\g<1>1.2345")
+    given.replace("runs/toy/status.json", r'("valid_loss": )[\d.]+', r"\g<1>1.2345")
+    given.seal()
+
+
+def resealed_curves(given):
+    given.replace("results/toy_curves.json", r'("step": 6, .*"train_loss": )[\d.]+', r"\g<1>1.2345")
+    given.seal()
+
+
+def no_runs(given):
+    shutil.rmtree(given.out / "runs")
+    typed_table(given)
+    resealed_answer(given)
+
+
+def other_parameters(given):
+    given.replace(f"notebooks/{NAME}.json", '"parameters": {', '"parameters": {"steps_": 1, ')
+    resealed_answer(given)
+
+
 TAMPERED = {
     typed_answer: r"cell \d+ is not what was executed",
     resealed_answer: r"Run Training Loop says “.*1\.2345.*”, and its tables give “",
@@ -232,7 +269,12 @@ TAMPERED = {
     other_picture: r"cell \d+ is not what was executed",
     silenced_traceback: r"02_toy failed at code cell \d+: ValueError: hidden",
     gone_cell: r"is not the one that its record says was executed",
-    older_pdf: r"answers\.pdf was made from other notebooks",
+    older_pdf: r"\.pdf was made from other notebooks",
+    shown_answer: r"Run Training Loop says “.*1\.2345.*”, and its tables give “",
+    resealed_runs: r"Table toy_runs has 1\.2345 as final_valid_loss in row 1; its runs give",
+    resealed_curves: r"Table toy_curves has 1\.2345 as train_loss in row 6; its runs give",
+    no_runs: r"Table losses cannot be made again: runs/toy/metrics\.jsonl is not there",
+    other_parameters: r"Notebook 02_toy cannot be executed again: .*no parameter|No notebook has a parameter 'steps_'",
     no_table: r"losses\.json is gone",
 }
 """What of a hand-in does not fit together."""
@@ -295,7 +337,7 @@ ARCHIVES = {
 
 def test_each_tampered_hand_in_is_named_and_the_others_are_graded(course, tmp_path):
     handins = tmp_path / "handins"
-    for change in [*TAMPERED, cheats]:
+    for change in [*TAMPERED, resealed_picture, cheats]:
         given = HandIn(course, tmp_path / change.__name__)
         change(given)
         given.hand_in(handins / change.__name__)
@@ -310,9 +352,16 @@ def test_each_tampered_hand_in_is_named_and_the_others_are_graded(course, tmp_pa
     for change, words in [*TAMPERED.items(), *ARCHIVES.items()]:
         if not any(re.search(words, fault) for fault in by_name[change.__name__].faults):
             wrong[change.__name__] = by_name[change.__name__].faults
+    for change in (resealed_answer, shown_answer, resealed_table, other_parameters, gone_cell):
+        if {row.name: row.score for row in by_name[change.__name__].rows}[ASKED]:
+            wrong[change.__name__] = by_name[change.__name__].rows
+    for change, cells in ((resealed_picture, ["27"]), (typed_metrics, [])):
+        noted = [cell for note in by_name[change.__name__].notes for cell in re.findall(r"cells (\S+) show", note)]
+        if noted != cells:
+            wrong[change.__name__] = noted
     rows = {row.name: row for row in by_name["cheats"].rows}
     for name, (_, words) in CHEATS.items():
-        if rows[name].score or not re.search(words, rows[name].words):
+        if rows[name].score or not re.search(words, rows[name].output):
             wrong[name] = rows[name]
     if not rows["perplexity"].score:
         wrong["perplexity"] = rows["perplexity"]
@@ -324,10 +373,10 @@ def test_each_tampered_hand_in_is_named_and_the_others_are_graded(course, tmp_pa
             wrong[name] = grade
     assert not wrong
     assert any("is the very file of" in fault for fault in by_name["zipped"].faults)
-    assert "replayed" in by_name["honest"].replay
+    assert any("replayed" in note for note in by_name["honest"].notes)
     with (tmp_path / "grades" / "grades.csv").open() as file:
         table = {row["student"]: row for row in csv.DictReader(file)}
-    assert len(table) == len(TAMPERED) + len(ARCHIVES) + 3
+    assert len(table) == len(TAMPERED) + len(ARCHIVES) + 4
     assert table["honest"]["score"] == table["zipped"]["score"]
     shown = json.loads((tmp_path / "grades" / "cheats.json").read_text())
     assert {test["name"]: test["score"] for test in shown["tests"]} == {

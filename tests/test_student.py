@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from workbook.grading.exercises import EXERCISE, Limits, checks_of, grade_exercises
-from workbook.notebook import read_notebook, tags
-from workbook.student import SOLUTION, make_student, without_answers
+from workbook.grading.exercises import checks_of, grade_exercises
+from workbook.grading.limits import Limits
+from workbook.notebook import EXERCISE, read_notebook, tags
+from workbook.student import SOLUTION, student, without_answers
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +27,7 @@ def code_of(path):
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory):
     folder = tmp_path_factory.mktemp("edition") / "student"
-    make_student(ROOT, folder)
+    assert student(folder) == 0
     return folder
 
 
@@ -70,7 +71,7 @@ def test_exactly_the_exercises_fail_and_our_solutions_pass(edition, name):
 
 def test_a_folder_that_is_there_is_kept(edition):
     with pytest.raises(UserError, match="is there already"):
-        make_student(ROOT, edition)
+        student(edition)
 
 
 def test_the_text_of_an_answer_goes_with_what_it_holds():

@@ -23,6 +23,9 @@ PARAMETERS, INJECTED = "parameters", "injected-parameters"
 KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 """Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
 
+EXERCISE, CHECK = "exercise", "check"
+"""Tags of a cell that a reader writes, and of the cell after it that checks it."""
+
 CLEAN_METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -79,7 +79,7 @@ def read_record(out: Path, name: str) -> NotebookRecord | None:
     if not (file := record_file(out, name)).exists():
         return None
     try:
-        record = NotebookRecord(**read_json(file))
+        record = NotebookRecord(**read_json(file) | {"name": name})
     except TypeError as error:
         raise UserError(f"{file} is damaged ({error}); remove it and run the workbook again.") from None
     if record.state == "running" and not is_locked(lock_file(out, name)):

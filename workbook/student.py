@@ -4,12 +4,14 @@ import ast
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from lmcore.errors import require
-from workbook.grading.exercises import EXERCISE
 from workbook.handin import project_files
-from workbook.notebook import clean, read_notebook, tags, write_notebook
+from workbook.notebook import EXERCISE, clean, read_notebook, tags, write_notebook
+from workbook.parameters import find_project
 
 LEFT_OUT = (
     "writeup/", "results/", "benchmarks/", "tests/", "figures/h", ".ci/", ".github/", "docs/", "CHANGELOG", "README",
@@ -21,12 +23,14 @@ SOLUTION = re.compile(r"^( *)### BEGIN SOLUTION\n.*?^ *### END SOLUTION *\n?", r
 """What stands between the markers, which nbgrader knows as well."""
 
 
-def make_student(project: Path, to: Path) -> list[Path]:
-    """Writes the edition for students into the new folder `to`; returns its files.
+def student(to: Annotated[Path, tyro.conf.Positional] = Path("student")) -> int:
+    """Write the edition for students: no solutions, outputs, answers or results of ours.
 
-    Raises `UserError` where `to` is there already: it may hold somebody's solutions.
+    Args:
+        to: The new folder; one that is there may hold somebody's solutions.
     """
     require(not to.exists(), f"{to} is there already: choose another folder, or remove it.")
+    project = find_project()
     edition = project / "docs" / "student"  # README.md, AGENTS.md, Makefile and test of the edition
     made = {path.relative_to(edition): path for path in sorted(edition.rglob("*")) if path.is_file()}
     kept, _ = project_files(project, made=(to,))
@@ -38,7 +42,8 @@ def make_student(project: Path, to: Path) -> list[Path]:
             write_notebook(to / name, without_solutions(read_notebook(source)))
         else:
             shutil.copy(source, to / name)
-    return [*made]
+    print(f"{to}: {len(made)} files, of which {sum(name.suffix == '.ipynb' for name in made)} are notebooks.")
+    return 0
 
 
 def without_solutions(notebook: Any) -> Any:

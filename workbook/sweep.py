@@ -99,8 +99,12 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     return 0
 
 
-def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1) -> dict[str, RunFolder]:
+def run_sweep(
+    runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1, records: str = ""
+) -> dict[str, RunFolder]:
     """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
+
+    With `records`, another machine's tables, nothing is trained.
 
     Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
     Workers outlive this process: a lost notebook loses nothing, and calling again follows the runs that are still
@@ -110,6 +114,8 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     """
     folder, begun = Path(folder), False
     folders = {name: RunFolder(folder / name) for name in runs}
+    if records:
+        return folders
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         begun = True
         write_plan(folder, runs)

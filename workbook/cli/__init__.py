@@ -11,10 +11,11 @@ from tyro.extras import SubcommandApp
 from lmcore.cli import application
 from lmcore.errors import EXIT_FAILURE, require
 from lmcore.stopping import stop_signals
-from workbook.cli.teaching import grade, student
+from workbook.cli.teaching import grade
 from workbook.handin import handin
 from workbook.jobs import submit
 from workbook.run import run
+from workbook.student import student
 
 
 def sweep(

@@ -1,148 +1,89 @@
 """The exercises of a hand-in, run again in a process with limits and judged here, by our own notebooks' checks."""
 
-import ast
 import json
-import os
 import re
-import resource
 import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache
+import zipfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from lmcore.errors import require
 from lmcore.files import temporary_folder
 from workbook.exercises.checking import Verdict, judge_outcomes
 from workbook.exercises.exercise import EXERCISES
-from workbook.grading.attempt import unpack
-from workbook.notebook import code_cells, read_notebook, tags
+from workbook.grading.limits import TOOK_LONGER, Limits
+from workbook.notebook import CHECK, EXERCISE, code_cells, read_notebook, tags
 
-EXERCISE, CHECK = "exercise", "check"
-"""Tags of a cell that a reader writes, and of the cell after it that checks it."""
-
-CHECK_CALL = re.compile(r'(?:(.+?) = )?check\("(\w+)", (.+)\)')
+CHECK_CALL = re.compile(r'(?:(?P<target>.+?) = )?check\("(?P<name>\w+)", (?P<solution>.+)\)')
 
 REFUSED = {"lmcore", "workbook", "importlib", "__import__", "eval", "exec", "setprofile", "settrace", "inspect", "gc"}
 """Names that the cell of an exercise may not have: by them, the answer could be had without writing it."""
 
+MOST_NUMBERS = 10_000_000
+"""In the outcomes of one exercise."""
 
-@dataclass(frozen=True)
-class Limits:
-    """What the code of a hand-in may take."""
-
-    memory: int = 6_000_000_000
-    """Bytes of address space, of which PyTorch takes some two thousand million for itself."""
-    seconds: float = 120.0
-    """For one exercise, or for the first with the imports before it; a notebook has five times as many."""
-
-    def hold(self, process: subprocess.Popen) -> None:
-        """Limits the memory of a process and of all that it starts, and its processor time, where Linux does it."""
-        if hasattr(resource, "prlimit"):
-            with suppress(ProcessLookupError):
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (self.memory, self.memory))
-                resource.prlimit(process.pid, resource.RLIMIT_CPU, (seconds := int(self.seconds * 20), seconds + 5))
-
-
-@dataclass
-class Checks:
-    """The exercises of one of our own notebooks."""
-
-    cells: list[str] = field(default_factory=list)
-    """Ids of the cells that a reader writes."""
-    checks: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By the id of the cell that checks: the exercise, what is checked, and the name that is bound to the verdict."""
+Checks = dict[str, Any]
+"""Of one of our own notebooks: `cells` has the ids of those that a reader writes; `checks`, by the id of the cell that
+checks, the `name` of the exercise, the `solution` that is checked, and the `target` that is bound to the verdict."""
 
 
 def checks_of(notebook: Path) -> Checks:
     """What our notebook checks; a hand-in's own check cells are never looked at."""
-    found = Checks()
-    for _, cell in code_cells(read_notebook(notebook)):
-        if EXERCISE in tags(cell):
-            found.cells.append(cell.id)
-        if CHECK in tags(cell) and (call := CHECK_CALL.search(cell.source)):
-            found.checks[cell.id] = {"target": call[1] or "", "name": call[2], "solution": call[3]}
-    return found
+    cells = [cell for _, cell in code_cells(read_notebook(notebook))]
+    calls = {cell.id: CHECK_CALL.search(cell.source) for cell in cells if CHECK in tags(cell)}
+    checks = {key: call.groupdict() for key, call in calls.items() if call}
+    return {"cells": [cell.id for cell in cells if EXERCISE in tags(cell)], "checks": checks}
 
 
 def grade_exercises(notebook: Path, checks: Checks, limits: Limits) -> dict[str, Verdict]:
     """A verdict for each exercise in a notebook of a hand-in.
 
-    A process that dies or takes too long costs the exercise that it was at; the others go on in a new one.
+    A process that dies or takes too long costs the exercise that it was at; the others go on in a new one. Between two
+    exercises, it costs all that are left.
     """
-    names = [check["name"] for check in checks.checks.values()]
-    verdicts = _refused(notebook, checks)
-    while left := [name for name in names if name not in verdicts]:
-        found, at, how = _attempts(notebook, checks, {name: of.passed for name, of in verdicts.items()}, limits)
-        verdicts |= {name: _verdict(name, outcome) for name, outcome in found.items()}
-        if how:
-            verdicts[at or left[0]] = Verdict(False, how)
+    names = [check["name"] for check in checks["checks"].values()]
+    verdicts = refused(notebook, checks)
+    with temporary_folder("lmcore-grade-") as folder:
+        while left := [name for name in names if name not in verdicts]:
+            done = {name: verdict.passed for name, verdict in verdicts.items()}
+            given = {"notebook": str(notebook.resolve()), "checks": checks, "done": done, "seconds": limits.seconds}
+            code, error = limits.run(["-m", "workbook.grading.attempt", json.dumps(given)], folder)
+            begun = [name for name in left if (folder / name).exists()]
+            verdicts |= {name: judge(name, folder / name) for name in begun if (folder / name).stat().st_size}
+            words = f"Its process ended with {code}. {error}"
+            if code in (TOOK_LONGER, -signal.SIGPROF):
+                words = f"It took longer than {limits.seconds:g} s."
+            stopped_at = [name for name in begun if name not in verdicts]
+            verdicts = dict.fromkeys(stopped_at or left, Verdict(False, words)) | verdicts
     return {name: verdicts[name] for name in names}
 
 
-def _refused(notebook: Path, checks: Checks) -> dict[str, Verdict]:
-    """Exercises whose cell names what would be the answer itself."""
-    refused = {}
+def refused(notebook: Path, checks: Checks) -> dict[str, Verdict]:
+    """Verdicts on exercises whose cell names what would be the answer itself."""
+    verdicts = {}
     for _, cell in code_cells(read_notebook(notebook)):
-        if cell.get("id") not in checks.cells:
-            continue
-        used = set(re.findall(r"\w+", cell.source)) & REFUSED
-        try:
-            defined = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(ast.parse(cell.source))}
-        except SyntaxError:
-            continue
-        for check in checks.checks.values():
-            if used and set(re.findall(r"\w+", check["solution"])) & defined:
-                words = f"The cell has {', '.join(sorted(used))}: write it without."
-                refused[check["name"]] = Verdict(False, words)
-    return refused
+        words = set(re.findall(r"\w+", cell.source))
+        if words & REFUSED and cell.get("id") in checks["cells"]:
+            for check in checks["checks"].values():
+                if words & set(re.findall(r"\w+", check["solution"])):
+                    sentence = f"The cell has {', '.join(sorted(words & REFUSED))}: write it without."
+                    verdicts[check["name"]] = Verdict(False, sentence)
+    return verdicts
 
 
-def _attempts(notebook: Path, checks: Checks, done: dict[str, bool], limits: Limits) -> tuple[dict[str, Any], str, str]:
-    """Outcomes by exercise; where the process ended early, the exercise that it was at, and how it ended."""
-    with temporary_folder("lmcore-grade-") as folder:
-        (lines := folder / "outcomes.jsonl").touch()
-        given = [notebook.resolve(), json.dumps(asdict(checks)), json.dumps(done), lines]
-        process = subprocess.Popen(
-            [*map(str, [sys.executable, "-m", "workbook.grading.attempt", *given])],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        limits.hold(process)
-        size, since, how = 0, time.monotonic(), ""
-        while process.poll() is None and not how:
-            time.sleep(0.05)
-            if (grown := lines.stat().st_size) != size:
-                size, since = grown, time.monotonic()
-            elif time.monotonic() - since > limits.seconds:
-                how = f"It took longer than {limits.seconds:g} s."
-        end_group(process)
-        written = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")]
-    asked = {check["name"] for check in checks.checks.values()} - done.keys()
-    found = {line["name"]: unpack(line["found"]) for line in written if line.get("name") in asked}
-    begun = [line["begin"] for line in written if line.get("begin") in asked - found.keys()]
-    if not how and len(found) < len(asked):
-        how = f"Its process ended with {process.returncode} before the exercise was done."
-    return found, begun[-1] if begun else "", how
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """Kills what is left of a process and of those that it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@cache
-def _expected(name: str) -> list[Any]:
-    return EXERCISES[name].outcomes(EXERCISES[name].answer)
-
-
-def _verdict(name: str, found: Any) -> Verdict:
-    """Judges outcomes; text instead of them is why there are none."""
-    if isinstance(found, str):
-        return Verdict(False, found)
-    return judge_outcomes(EXERCISES[name], found)
+def judge(name: str, file: Path) -> Verdict:
+    """A verdict on what an attempt saved: tensors, numbers, text, lists and dictionaries. Nothing of it is executed."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            require(sum(member.file_size for member in archive.infolist()) <= MOST_NUMBERS * 8, "large")
+        found = torch.load(file, weights_only=True)
+        leaves = islice(tree_iter(found), MOST_NUMBERS + 1)  # a tensor may repeat one number, and a list itself
+        require(sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves) <= MOST_NUMBERS, "large")
+        return Verdict(False, found) if isinstance(found, str) else judge_outcomes(EXERCISES[name], found)
+    except Exception:  # of the many that these raise, from BadZipFile to UnpicklingError
+        return Verdict(False, "The result is too large, or no plain data: numbers, text, tensors, lists, dictionaries.")

@@ -1,57 +1,47 @@
 """`workbook grade`: one table for the course, a rubric for each student, and Gradescope's results.json."""
 
-import csv
-import hashlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json, temporary_folder, write_json
+from lmcore.files import atomic_write, read_json, sha256_file, temporary_folder, write_json
 from workbook.grading.archives import unpack
-from workbook.grading.exercises import Checks, Limits, checks_of, grade_exercises
-from workbook.grading.recompute import recomputed_answers, replayed
+from workbook.grading.exercises import Checks, checks_of, grade_exercises
+from workbook.grading.limits import Limits
+from workbook.grading.recompute import different_answers, different_cells, execute_again, replayed
 from workbook.handin import MANIFEST
 from workbook.record import read_records
 from workbook.report.contents import read_contents
-from workbook.report.coverage import DONE, OPEN, coverage
-from workbook.report.verify import pages_and_keywords
+from workbook.report.coverage import DONE, OPEN, Answered, coverage
+from workbook.report.verify import writeup_faults
 from workbook.report.writeup import HANDOUTS, executed_notebooks, in_a_cell
-from workbook.seal import changed_by_hand, file_hashes, notebooks_digest
+from workbook.seal import file_hashes
 
 
-@dataclass
-class Row:
-    """One line of a rubric: an exercise or a problem, its marks, and why."""
+class Row(NamedTuple):
+    """One line of a rubric: an exercise or a problem, its marks, and why; by the names of Gradescope's tests."""
 
     name: str
     score: float
-    most: float
-    words: str
+    max_score: float
+    output: str
 
 
 @dataclass
 class Grade:
-    """What a hand-in is worth, and what of it does not fit together."""
+    """What a hand-in is worth, what of it does not fit together, and what else a teacher should look at."""
 
     student: str
     rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    replay: str = ""
+    notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    """Path of each record in the hand-in, by its hash."""
-
-    @property
-    def score(self) -> float:
-        """Marks of all rows."""
-        return sum(row.score for row in self.rows)
-
-    @property
-    def most(self) -> float:
-        """Marks that can be had."""
-        return sum(row.most for row in self.rows)
+    """Hashes of tables and logs of losses, by their paths."""
 
 
 def grade_course(handins: Path, to: Path, project: Path, handout: str, limits: Limits, at_once: int = 2) -> list[Grade]:
@@ -63,107 +53,94 @@ def grade_course(handins: Path, to: Path, project: Path, handout: str, limits: L
     found = sorted(path for path in handins.iterdir() if path.is_dir() or path.suffix == ".zip")
     require(bool(found), f"There is no hand-in in {handins}: a folder or an archive for each student.")
     checks = {path.stem: checks_of(path) for path in sorted((project / "notebooks").glob("*.ipynb"))}
-    ours = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (project / "results").glob("*/*.json")}
+    grades = [Grade(path.stem) for path in found]
     with ThreadPoolExecutor(at_once) as pool:
-        grades = [*pool.map(lambda path: _graded(path, project, handout, checks, limits), found)]
-    of = defaultdict(list)
+        list(pool.map(lambda grade, path: _grade(grade, path, project, handout, checks, limits), grades, found))
+    ours = {sha256_file(path): "the workbook itself" for path in (project / "results").glob("*/*.json")}
     for grade in grades:
-        for digest in grade.files:
-            of[digest].append(grade)
-    for grade in grades:
-        for digest, path in grade.files.items():
-            others = [other.student for other in of[digest] if other is not grade]
-            others += ["the workbook itself"] * (digest in ours)
-            if others:
-                grade.faults.append(f"{path} is the very file of {', '.join(others[:3])}.")
-                break
+        others = ours | {digest: of.student for of in grades if of is not grade for digest in of.files.values()}
+        shared = [path for path, digest in grade.files.items() if digest in others]
+        grade.faults += [f"{path} is the very file of {others[grade.files[path]]}." for path in shared[:1]]
     write_grades(grades, to)
     return grades
 
 
-def _graded(handin: Path, project: Path, handout: str, checks: dict[str, Checks], limits: Limits) -> Grade:
-    grade = Grade(handin.stem)
-    with temporary_folder("lmcore-handin-") as folder:
+def _grade(grade: Grade, handin: Path, project: Path, handout: str, checks: dict[str, Checks], limits: Limits) -> None:
+    """Adds rows, faults and notes."""
+    with temporary_folder("lmcore-handin-") as unpacked:
         try:
-            unpack(handin, folder)
-            out = folder / "results"
+            folder = unpack(handin, unpacked)
+            out, wrong = folder / "results", {}
             records = read_records(out)
             notebooks = executed_notebooks(out, records)
-            contents = [read_contents(name, notebook, folder) for name, notebook in notebooks.items()]
+            hashes = dict(file_hashes(out))
+            grade.files = {path: hashes[path] for path in hashes if path.startswith("results/") or "metrics" in path}
             grade.faults += _manifest_faults(folder)
-            grade.faults += [record.unfinished for record in records if record.unfinished]
-            grade.faults += changed_by_hand(out, [record.name for record in records if record.state == "done"])
-            grade.faults += _pdf_faults(folder, notebooks_digest([*notebooks.values()]))
-            grade.files = {
-                digest: path for path, digest in file_hashes(out) if path.endswith(("metrics.jsonl", ".json"))
-            }
-            wrong: dict[str, str] = {}
-            for name in notebooks:
-                if checks.get(name) and checks[name].checks:
-                    verdicts = grade_exercises(out / "notebooks" / f"{name}.ipynb", checks[name], limits)
-                    grade.rows += [Row(each, float(of.passed), 1.0, of.words) for each, of in verdicts.items()]
-                for problem, sentence in recomputed_answers(out, name, project, limits):
-                    wrong[problem or name] = sentence
-                    grade.faults.append(sentence)
-            grade.rows += _problem_rows(handout, [a for each in contents for a in each.answers], wrong)
-            right, grade.replay = replayed(out, limits)
-            grade.faults += [grade.replay] if right is False else []
+            for pdf in folder.glob("*.pdf"):
+                (out / "writeup").mkdir(exist_ok=True)
+                pdf.rename(out / "writeup" / f"{handout}.pdf")
+            grade.faults += [fault.replace(f"{folder}/", "") for fault in writeup_faults(out, handout)]
+            for record in (record for record in records if record.name in notebooks.keys() & checks.keys()):
+                name, executed = record.name, notebooks[record.name]
+                verdicts = grade_exercises(out / "notebooks" / f"{name}.ipynb", checks[name], limits)
+                grade.rows += [
+                    Row(each, float(verdict.passed), 1.0, verdict.words) for each, verdict in verdicts.items()
+                ]
+                again, fault = execute_again(out, record, executed, project, limits)
+                different = different_answers(executed, again)
+                grade.faults += [*([fault] if fault else []), *different.values()]
+                wrong |= different
+                if shown := record.parameters and record.parameters.get("records"):
+                    grade.notes.append(f"Notebook {name} shows the tables of {shown}.")
+                if not fault and (cells := ", ".join(different_cells(executed, again))):
+                    grade.notes.append(f"Look at notebook {name}: executed again, cells {cells} show something else.")
+            contents = [read_contents(name, notebook, folder) for name, notebook in notebooks.items()]
+            grade.rows += _problems(handout, [answer for each in contents for answer in each.answers], wrong)
+            same, sentence = replayed(out, limits)
+            (grade.notes if same else grade.faults).append(sentence)
         except UserError as error:
             grade.faults.append(str(error))
         except Exception as error:  # a hand-in that breaks the grader costs its own row
             grade.faults.append(f"It cannot be graded: {type(error).__name__}: {error}")
-    return grade
 
 
 def _manifest_faults(folder: Path) -> Iterator[str]:
     """A sentence for each file that is not as the hand-in was made."""
     require((folder / MANIFEST).is_file(), f"There is no {MANIFEST}: make the hand-in with `make handin`.")
     for name, digest in read_json(folder / MANIFEST).items():
-        file = folder / name
-        if not file.is_file():
+        if not (folder / name).is_file():
             yield f"{name} is gone from the hand-in."
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        elif sha256_file(folder / name) != digest:
             yield f"{name} was changed after the hand-in was made."
 
 
-def _pdf_faults(folder: Path, made_from: str) -> Iterator[str]:
-    pdfs = [*folder.glob("*.pdf")]
-    if not pdfs:
-        yield "There is no PDF."
-    for pdf in pdfs:
-        try:
-            if made_from not in pages_and_keywords(pdf)[1]:
-                yield f"{pdf.name} was made from other notebooks than these."
-        except UserError as error:
-            yield str(error)
-
-
-def _problem_rows(handout: str, answers: list, wrong: dict[str, str]) -> Iterator[Row]:
+def _problems(handout: str, answers: Iterable[Answered], wrong: dict[str, str]) -> Iterator[Row]:
     """The handout's problems: half the marks where a part is missing, none where its answer is not what tables give."""
     for problem in coverage(answers):
         if HANDOUTS[problem.handout].name == handout:
             most = float(problem.points or 1)
-            faults = [of for name, of in wrong.items() if name.partition(" ")[0] == problem.name]
-            share = {DONE: 1.0, OPEN: 0.0}.get(problem.state, 0.5)
-            words = faults[0] if faults else problem.missing or problem.state
-            yield Row(problem.name, 0.0 if faults else share * most, most, words)
+            names = [f"{answer.problem} {answer.part}".strip() for answer in problem.answers]
+            faults = [wrong[name] for name in names if name in wrong]
+            share = 0.0 if faults else {DONE: 1.0, OPEN: 0.0}.get(problem.state, 0.5)
+            yield Row(problem.name, share * most, most, (faults or [problem.missing or problem.state])[0])
 
 
 def write_grades(grades: list[Grade], to: Path) -> None:
     """Writes the table of the course, and for each student a rubric and what Gradescope reads."""
-    with atomic_write(to / "grades.csv", "w") as file:
-        table = csv.writer(file)
-        table.writerow(["student", "score", "of", "rows with full marks", "faults", "first fault", "replay"])
-        for grade in grades:
-            full = f"{sum(row.score == row.most for row in grade.rows)} of {len(grade.rows)}"
-            first = grade.faults[0] if grade.faults else ""
-            table.writerow([grade.student, grade.score, grade.most, full, len(grade.faults), first, grade.replay])
+    table = []
     for grade in grades:
-        lines = [f"# {grade.student}: {grade.score:g} of {grade.most:g}", "", grade.replay, ""]
-        lines += [f"- **{fault}**" for fault in grade.faults]
-        lines += ["", "| | marks | of | |", "|---|---:|---:|---|"]
-        lines += [f"| {row.name} | {row.score:g} | {row.most:g} | {in_a_cell(row.words)} |" for row in grade.rows]
+        rows = pd.DataFrame(grade.rows, columns=Row._fields)
+        score, most = rows["score"].sum(), rows["max_score"].sum()
+        full = f"{(rows['score'] == rows['max_score']).sum()} of {len(rows)}"
+        counts = {"rows with full marks": full, "faults": len(grade.faults)}
+        sentences = {"first fault": "".join(grade.faults[:1]), "notes": " ".join(grade.notes)}
+        table.append({"student": grade.student, "score": score, "of": most} | counts | sentences)
+        output = "\n".join(grade.faults + grade.notes)
+        write_json(to / f"{grade.student}.json", {"tests": rows.to_dict("records"), "output": output})
+        lines = [f"# {grade.student}: {score:g} of {most:g}", "", *(f"- **{fault}**" for fault in grade.faults)]
+        lines += [*(f"- {note}" for note in grade.notes), ""]
+        lines += [rows.assign(output=rows["output"].map(in_a_cell)).to_markdown(index=False), ""]
         with atomic_write(to / f"{grade.student}.md", "w") as file:
-            file.write("\n".join(lines) + "\n")
-        tests = [{"name": r.name, "score": r.score, "max_score": r.most, "output": r.words} for r in grade.rows]
-        write_json(to / f"{grade.student}.json", {"tests": tests, "output": "\n".join([*grade.faults, grade.replay])})
+            file.write("\n".join(lines))
+    with atomic_write(to / "grades.csv", "w") as file:
+        pd.DataFrame(table).to_csv(file, index=False)

@@ -74,9 +74,10 @@ def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> No
 
 
 def given_answers(notebook: nbformat.NotebookNode) -> dict[str, str]:
-    """The text of each answer in an executed notebook, by problem and part."""
+    """Each answer as it is shown in an executed notebook, by problem and part."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return {f"{a['problem']} {a['part']}".strip(): a["text"] for output in outputs if (a := _answer(output))}
+    shown = [(found, output["data"]["text/markdown"]) for output in outputs if (found := _answer(output))]
+    return {f"{found['problem']} {found['part']}".strip(): text for found, text in shown}
 
 
 def _answer(output: Any) -> dict[str, Any] | None:

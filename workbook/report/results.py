@@ -29,7 +29,7 @@ ENVIRONMENT = (
 
 
 RECOMPUTE = "LMCORE_RECOMPUTE"
-"""Environment variable: with records of tables and of the runs that they were made from, the tables are made again."""
+"""Environment variable: tables that were made from records of runs are made again from these, and must be the same."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Results:
 
         `measure` makes it, and may return its provenance as well (default: this process's). With `records`, it is not
         called: the table is the one in records/<name>.json. Raises `UserError` if there is none. `made_from` are the
-        records of runs that `measure` reads where they are there: a grader has the table made again from them.
+        records of runs that `measure` reads: a grader has the table made again from them.
         """
         if self.records:
             file = Path(self.records) / f"{name}.json"
@@ -59,7 +59,9 @@ class Results:
                 rows = f"> The rows of `{name}` were measured at the commits {' and '.join(c[:8] for c in commits)}."
                 display(Markdown(rows))
             files = [Path(path) for path in made_from]
-            if RECOMPUTE in os.environ and files and all(path.exists() for path in files):
+            if RECOMPUTE in os.environ and files:
+                gone = [path.relative_to(self.out).as_posix() for path in files if not path.is_file()]
+                require(not gone, f"Table {name} cannot be made again: {''.join(gone[:1])} is not there.")
                 made = measure()
                 require_same_rows(name, table, made[0] if isinstance(made, tuple) else made)
         else:

@@ -1,7 +1,7 @@
 """Run folders as tables, and tables as results files that say where they come from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pandas as pd
 from lmcore.data import PreparedData
 from lmcore.provenance import utc_now
 from lmcore.run import RunFolder
-from workbook.report.results import ENVIRONMENT, in_common
+from workbook.report.results import ENVIRONMENT, Results, in_common
 
 COUNT_CHUNK = 1 << 22
 """Token ids that are counted at a time."""
@@ -31,6 +31,14 @@ def unigram_entropy(data: PreparedData) -> float:
         counts += np.bincount(data.train[first : first + COUNT_CHUNK], minlength=data.vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def table_of_runs(
+    results: Results, name: str, make: Callable[[Mapping[str, RunFolder]], pd.DataFrame], runs: Mapping[str, RunFolder]
+) -> pd.DataFrame:
+    """The table `name` of `results` that `make` gives of the runs; a grader has it made again from what they logged."""
+    files = [run.config_file for run in runs.values()]
+    return results.table(name, lambda: (make(runs), provenance_of(runs)), made_from=files)
 
 
 def run_table(runs: Mapping[str, RunFolder]) -> pd.DataFrame:
@@ -63,7 +71,7 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
         "dropout": config.model.dropout,
         "sampling": config.sampling,
         "outcome": outcome,
-        "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
+        "final_valid_loss": float(evaluated.iloc[-1]) if outcome == "complete" and len(evaluated) else None,
         "best_valid_loss": float(evaluated.min()) if len(evaluated) else None,
         "diverged_at_step": diverged_at if outcome == "diverged" else None,
         "max_spike": largest_rise(metrics["train_loss"]),

@@ -10,11 +10,11 @@ from workbook.report.writeup import HANDOUTS, documents, executed_notebooks
 from workbook.seal import changed_by_hand, notebooks_digest
 
 
-def writeup_faults(out: Path) -> list[str]:
+def writeup_faults(out: Path, only: str = "") -> list[str]:
     """Sentences on what of the executed workbook in `out` does not fit together, the gravest first.
 
     A notebook that is not done, a cell or a file that is not as its execution left it, a PDF that is not there, is not
-    sound, has too many pages, or was made from other notebooks.
+    sound, has too many pages, or was made from other notebooks; only the PDF of this name, if one is given.
     """
     records = read_records(out)
     faults = unfinished(records)
@@ -25,6 +25,8 @@ def writeup_faults(out: Path) -> list[str]:
     with temporary_folder("lmcore-verify-") as folder:
         contents = [read_contents(name, notebook, folder) for name, notebook in notebooks.items()]
     for handout in documents(out, records, contents):
+        if only not in ("", HANDOUTS[handout].name):
+            continue
         file = out / "writeup" / f"{HANDOUTS[handout].name}.pdf"
         try:
             pages, keywords = pages_and_keywords(file)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from workbook.grading.exercises import Limits, checks_of, grade_exercises
+from workbook.grading.exercises import checks_of, grade_exercises
+from workbook.grading.limits import Limits
 
 NOTEBOOKS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "notebooks").glob("[0-9]*.ipynb"))}
 CHECKS = {name: checks_of(path) for name, path in NOTEBOOKS.items()}
@@ -18,7 +19,7 @@ def verdicts(notebook):
 
 @pytest.mark.parametrize(
     ("notebook", "exercise"),
-    [(notebook, check["name"]) for notebook, checks in CHECKS.items() for check in checks.checks.values()],
+    [(notebook, check["name"]) for notebook, checks in CHECKS.items() for check in checks["checks"].values()],
 )
 def test_exercise(notebook, exercise):
     verdict = verdicts(notebook)[exercise]
