@@ -1,7 +1,6 @@
 """A course of hand-ins, most of them tampered with: each is named in a sentence, the honest ones have their marks."""
 
 import contextlib
-import csv
 import json
 import re
 import shutil
@@ -9,6 +8,7 @@ import stat
 import zipfile
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from nbformat.v4 import new_markdown_cell
 from notebook_projects import SVG, code, make_project
@@ -17,7 +17,7 @@ from workbook import cli
 from workbook.grading.grade import grade_course
 from workbook.grading.limits import Limits
 from workbook.handin import MANIFEST, handin
-from workbook.notebook import read_notebook, write_notebook
+from workbook.notebook import INJECTED, read_notebook, tags, write_notebook
 from workbook.record import read_record, source_hash, write_record
 from workbook.report.writeup import write_writeup
 from workbook.seal import seal
@@ -61,8 +61,7 @@ run = RunFolder(f"{out}/runs/toy")
 losses = Results(out, records).table(
     "losses", lambda: run.metrics()[["step", "train_loss"]], made_from=[run.metrics_file])
 from workbook.report import tables
-tables.table_of_runs(Results(out, records), "toy_runs", tables.run_table, {"toy": run})
-tables.table_of_runs(Results(out, records), "toy_curves", tables.curves_table, {"toy": run})"""
+tables.table_of_runs(Results(out, records), "toy_runs", tables.run_table, {"toy": run})"""
 
 ANSWER = """from workbook.report.answers import answer
 answer("Run Training Loop", f"The loss is {losses['train_loss'].iloc[-1]:.4f} at the end.")"""
@@ -120,14 +119,10 @@ class HandIn:
     def seal(self):
         """Makes hashes and PDFs anew, as one would who knows how."""
         record = read_record(self.out, NAME)
-        record.source = source_hash(self.file)
-        if "injected-parameters" in self.file.read_text():
-            notebook = read_notebook(self.file)
-            notebook.cells = [
-                each for each in notebook.cells if "injected-parameters" not in each.metadata.get("tags", [])
-            ]
-            write_notebook(self.folder / "plain.ipynb", notebook)
-            record.source = source_hash(self.folder / "plain.ipynb")
+        notebook = read_notebook(self.file)
+        notebook.cells = [each for each in notebook.cells if INJECTED not in tags(each)]
+        write_notebook(self.folder / "plain.ipynb", notebook)
+        record.source = source_hash(self.folder / "plain.ipynb")
         write_record(self.out, record)
         seal(self.out, NAME)
         write_writeup(self.out)
@@ -227,8 +222,7 @@ def no_table(given):
 
 def shown_answer(given):
     """The text, and not the metadata that no reader sees."""
-    shown = {"text/markdown": "> **Answer — Run Training Loop.** The loss is 1.2345 at the end."}
-    given.edit(lambda cells: cells["answer"].outputs[0].data.update(shown))
+    given.edit(lambda cells: cells["answer"].outputs[0].data.update({"text/markdown": "The loss is 1.2345."}))
     given.seal()
 
 
@@ -240,11 +234,6 @@ def resealed_picture(given):
 def resealed_runs(given):
     given.replace("results/toy_runs.json", r'("final_valid_loss": )[\d.]+', r"\g<1>1.2345")
     given.replace("runs/toy/status.json", r'("valid_loss": )[\d.]+', r"\g<1>1.2345")
-    given.seal()
-
-
-def resealed_curves(given):
-    given.replace("results/toy_curves.json", r'("step": 6, .*"train_loss": )[\d.]+', r"\g<1>1.2345")
     given.seal()
 
 
@@ -272,7 +261,6 @@ TAMPERED = {
     older_pdf: r"\.pdf was made from other notebooks",
     shown_answer: r"Run Training Loop says “.*1\.2345.*”, and its tables give “",
     resealed_runs: r"Table toy_runs has 1\.2345 as final_valid_loss in row 1; its runs give",
-    resealed_curves: r"Table toy_curves has 1\.2345 as train_loss in row 6; its runs give",
     no_runs: r"Table losses cannot be made again: runs/toy/metrics\.jsonl is not there",
     other_parameters: r"Notebook 02_toy cannot be executed again: .*no parameter|No notebook has a parameter 'steps_'",
     no_table: r"losses\.json is gone",
@@ -285,13 +273,13 @@ def truncated(folder):
     file.write_bytes(file.read_bytes()[:-2000])
 
 
-def changed_later(folder):
+def changed_later(folder, name="results/results/losses.json", content=b"{}"):
     with zipfile.ZipFile(folder / "results.zip") as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    files["results/results/losses.json"] = files["results/results/losses.json"].replace(b"1", b"2")
+        files = {name: archive.read(name) for name in archive.namelist()} | {name: content}
     with zipfile.ZipFile(folder / "results.zip", "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
+        for each in files:
+            if files[each]:
+                archive.writestr(each, files[each])
 
 
 def outside(folder):
@@ -317,11 +305,7 @@ def empty(folder):
 
 
 def no_manifest(folder):
-    with zipfile.ZipFile(folder / "results.zip") as archive:
-        files = {name: archive.read(name) for name in archive.namelist() if name != MANIFEST}
-    with zipfile.ZipFile(folder / "results.zip", "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
+    changed_later(folder, MANIFEST, b"")
 
 
 ARCHIVES = {
@@ -352,13 +336,11 @@ def test_each_tampered_hand_in_is_named_and_the_others_are_graded(course, tmp_pa
     for change, words in [*TAMPERED.items(), *ARCHIVES.items()]:
         if not any(re.search(words, fault) for fault in by_name[change.__name__].faults):
             wrong[change.__name__] = by_name[change.__name__].faults
-    for change in (resealed_answer, shown_answer, resealed_table, other_parameters, gone_cell):
-        if {row.name: row.score for row in by_name[change.__name__].rows}[ASKED]:
-            wrong[change.__name__] = by_name[change.__name__].rows
-    for change, cells in ((resealed_picture, ["27"]), (typed_metrics, [])):
-        noted = [cell for note in by_name[change.__name__].notes for cell in re.findall(r"cells (\S+) show", note)]
-        if noted != cells:
-            wrong[change.__name__] = noted
+    solved = {grade.student: {row.name: row.score for row in grade.rows} for grade in grades}
+    assert not sum(solved[each.__name__][ASKED] for each in (resealed_answer, shown_answer, resealed_table, gone_cell))
+    notes = {name: " ".join(by_name[name].notes) for name in ("resealed_picture", "honest")}
+    assert "cells 22 show something else" in notes["resealed_picture"]
+    assert re.fullmatch(r"toy: \d+ losses after step 4 were replayed\.", notes["honest"])
     rows = {row.name: row for row in by_name["cheats"].rows}
     for name, (_, words) in CHEATS.items():
         if rows[name].score or not re.search(words, rows[name].output):
@@ -368,19 +350,14 @@ def test_each_tampered_hand_in_is_named_and_the_others_are_graded(course, tmp_pa
     for name in ("honest", "zipped"):
         grade = by_name[name]
         same = [fault for fault in grade.faults if "is the very file of" not in fault]
-        solved = {row.name: row.score for row in grade.rows}
-        if same or solved != solved | {"softmax": 1, "perplexity": 1, "Run Training Loop": 1}:
+        if same or solved[name] != solved[name] | {"softmax": 1, "perplexity": 1, ASKED: 1}:
             wrong[name] = grade
     assert not wrong
     assert any("is the very file of" in fault for fault in by_name["zipped"].faults)
-    assert any("replayed" in note for note in by_name["honest"].notes)
-    with (tmp_path / "grades" / "grades.csv").open() as file:
-        table = {row["student"]: row for row in csv.DictReader(file)}
-    assert len(table) == len(TAMPERED) + len(ARCHIVES) + 4
-    assert table["honest"]["score"] == table["zipped"]["score"]
+    scores = pd.read_csv(tmp_path / "grades" / "grades.csv").set_index("student")["score"]
+    assert len(scores) == len(TAMPERED) + len(ARCHIVES) + 4
+    assert scores["honest"] == scores["zipped"] == 3
     shown = json.loads((tmp_path / "grades" / "cheats.json").read_text())
-    assert {test["name"]: test["score"] for test in shown["tests"]} == {
-        row.name: row.score for row in by_name["cheats"].rows
-    }
+    assert {test["name"]: test["score"] for test in shown["tests"]} == solved["cheats"]
     assert "Large inputs overflow" in (tmp_path / "grades" / "cheats.md").read_text()
     assert not (tmp_path / "evil.py").exists()

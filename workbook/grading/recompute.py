@@ -73,10 +73,10 @@ def different_cells(executed: Any, again: Any) -> list[str]:
     return [str(number) for number, key in enumerate(given, 1) if found.get(key, given[key]) != given[key]]
 
 
-def shown(notebook: Any) -> dict[str, list[Any]]:
+def shown(notebook: Any) -> dict[str, list[str]]:
     """The pictures and the Markdown of each cell, by its id."""
     data = {cell.get("id"): [each.get("data", {}) for each in cell.get("outputs", [])] for cell in notebook.cells}
-    return {key: [output.get(kind) for output in outputs for kind in SHOWN] for key, outputs in data.items()}
+    return {key: [each[kind] for each in outputs for kind in SHOWN if kind in each] for key, outputs in data.items()}
 
 
 def replayed(out: Path, limits: Limits) -> tuple[bool, str]:
