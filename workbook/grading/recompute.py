@@ -34,7 +34,7 @@ def execute_again(out: Path, record: NotebookRecord, executed: Any, project: Pat
         source.cells = [cell for cell in source.cells if INJECTED not in tags(cell)]
         write_notebook(file, source)
         if record.source != source_hash(file):
-            return executed, f"Notebook {name} is not the one that its record says was executed."
+            return source, f"Notebook {name} is not the one that its record says was executed."
         shutil.copytree(project / "papermill_jobs", folder / "papermill_jobs")
         if (out / "runs").is_dir():
             shutil.copytree(out / "runs", folder / "out" / "runs")
@@ -90,7 +90,7 @@ def replayed(out: Path, limits: Limits) -> tuple[bool, str]:
     run = runs[0]
     given, first = losses(run), max(int(file.stem.partition("_")[2]) for file in run.checkpoints())
     run.status_file.unlink(missing_ok=True)  # or it is complete
-    command = ["-m", "lmcore", "train", "--config", run.config_file, "--run", run, "--data", out / "data"]
+    command = ["-m", "lmcore", "train", "--config", run.config_file, "--run", run.path, "--data", out / "data"]
     code, error = limits.run([*map(str, command), "--device", "cpu"], out)
     if code not in EXIT_CODES.values():
         return code == TOOK_LONGER, f"{run.name} was not replayed: {error or f'the process ended with {code}'}"
