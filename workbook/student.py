@@ -64,9 +64,16 @@ def _stub(found: re.Match) -> str:
 
 
 def without_answers(source: str) -> str:
-    """A cell's source in which the text of `answer(problem, text)` is to be written: `answer(problem, ...)`."""
-    for call in ast.walk(ast.parse(source)):
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "answer":
-            problem, text = call.args[0], ast.get_source_segment(source, call)
-            return source.replace(text, f"answer({ast.get_source_segment(source, problem)}, ...)")
-    return source
+    """A cell's source in which the text of `answer(problem, text)` is to be written: `answer(problem, ...)`.
+
+    So is what a loop over the courses keeps for it: `texts[course] = ...`.
+    """
+    left = source
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "answer":
+            problem = ast.get_source_segment(source, node.args[0])
+            left = left.replace(ast.get_source_segment(source, node), f"answer({problem}, ...)")
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "texts[course]":
+            value = ast.get_source_segment(source, node.value)
+            left = left if value.startswith("answer(") else left.replace(value, "...")
+    return left

@@ -7,12 +7,9 @@ import re
 from pathlib import Path
 
 from lmcore.files import read_json
-from workbook.notebook import code_cells, read_notebook, tags
+from workbook.notebook import CHECK, EXERCISE, code_cells, read_notebook, tags
 
-EXERCISE, CHECK = "exercise", "check"
-"""Tags of a cell that a reader writes, and of the cell after it that checks it."""
-
-CHECK_CALL = re.compile(r'(?:(.+?) = )?check\("(\w+)", (.+)\)')
+CHECK_CALL = re.compile(r'(?:(?P<target>.+?) = )?check\("(?P<name>\w+)", (?P<solution>.+)\)')
 """The name that is bound to the verdict, the exercise, and what is checked."""
 
 MARKER = re.compile(r"^ *### (BEGIN|END) SOLUTION *\n?", re.MULTILINE)
@@ -27,7 +24,7 @@ def solutions(notebooks: Path) -> dict[str, list[str]]:
             if EXERCISE in tags(cell):
                 source = MARKER.sub("", cell.source)
             elif CHECK in tags(cell) and (call := CHECK_CALL.search(cell.source)):
-                found[call[2]] = [source, call[3]]
+                found[call["name"]] = [source, call["solution"]]
     return found
 
 

@@ -16,10 +16,9 @@ from lmcore.errors import require
 from lmcore.files import temporary_folder
 from workbook.exercises.checking import Verdict, judge_outcomes
 from workbook.exercises.exercise import EXERCISES
+from workbook.exercises.solutions import CHECK_CALL
 from workbook.grading.limits import TOOK_LONGER, Limits
 from workbook.notebook import CHECK, EXERCISE, code_cells, read_notebook, tags
-
-CHECK_CALL = re.compile(r'(?:(?P<target>.+?) = )?check\("(?P<name>\w+)", (?P<solution>.+)\)')
 
 REFUSED = {"lmcore", "workbook", "importlib", "__import__", "eval", "exec", "setprofile", "settrace", "inspect", "gc"}
 """Names that the cell of an exercise may not have: by them, the answer could be had without writing it."""
