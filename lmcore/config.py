@@ -121,7 +121,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: str = "data/embedded"
-    """Folder of a prepared corpus (`lmcore data prepare`)."""
+    """Folder of a prepared corpus; or a source of `lmcore data prepare`, which the command prepares first."""
     batch_size: int = 32
     steps: int = 5000
     sampling: Literal["random", "epoch"] = "random"
@@ -209,6 +209,8 @@ class CorpusConfig:
     """Seed of the embedded stories."""
     num_documents: int = 20_000
     """Training documents of the embedded corpus; `valid_fraction` times as many more are its validation split."""
+    field: str = "text"
+    """Field of the records (`.jsonl`, `.parquet`) that holds the text."""
     download_folder: str = "data/downloads"
 
     def __post_init__(self):

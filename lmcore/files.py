@@ -1,5 +1,6 @@
 """Files that are either whole or absent: write beside, fsync, rename. What is read is data and nothing else."""
 
+import difflib
 import errno
 import fcntl
 import glob
@@ -17,8 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-
-from filelock import FileLock, Timeout
 
 from lmcore.errors import UserError, require
 
@@ -103,6 +102,8 @@ def locked(lock: Path, busy: str, seconds: float = 0.0) -> Iterator[None]:
 
     Raises `UserError` where the folder cannot be written to, or files cannot be locked.
     """
+    from filelock import FileLock, Timeout  # here, as the help of commands does without them
+
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         held = FileLock(lock).acquire(timeout=seconds)
@@ -121,6 +122,8 @@ def locked(lock: Path, busy: str, seconds: float = 0.0) -> Iterator[None]:
 
 def is_locked(lock: Path) -> bool:
     """Whether a process holds a lock file at this moment; not so where it is not there, or can only be read."""
+    from filelock import FileLock, Timeout
+
     try:
         if lock.exists():
             FileLock(lock).acquire(timeout=0).lock.release()
@@ -161,6 +164,22 @@ def sha256_file(path: str | os.PathLike) -> str:
     """SHA-256 of a file in hexadecimal."""
     with open(not_a_pipe(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_exists(path: str | os.PathLike, hint: str = "") -> None:
+    """Raises `UserError` if there is no such file or folder; it names the one that may be meant.
+
+    Commands ask before they import what takes long.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        return
+    there, near = next(parent for parent in path.parents if parent.exists()), []
+    first, *rest = path.relative_to(there).parts
+    with suppress(OSError):
+        near = [there.joinpath(name, *rest) for name in difflib.get_close_matches(first, os.listdir(there))]
+    meant = next((f"; did you mean {other}?" for other in near if other.exists()), f"{hint}.")
+    raise UserError(f"There is no file or folder {path}{meant}")
 
 
 def not_a_pipe(path: str | os.PathLike) -> Path:

@@ -31,13 +31,18 @@ class Progress:
         self.reported = -1
         self.began = self.last_line = time.monotonic()
         watched = in_jupyter() or sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=name, unit=unit, initial=start, mininterval=0.5) if watched else None
+        self.bar = tqdm(total=total, desc=name, unit=unit, initial=start, miniters=1) if watched else None
+
+    def move(self, done: int) -> None:
+        """`done` units are finished: a bar moves, lines wait for an `update`."""
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
 
     def update(self, done: int, note: str = "") -> None:
         """`done` units are finished; `note` says what is worth watching."""
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update(done - self.bar.n)
+            self.move(done)
             return
         now, ended = time.monotonic(), done >= self.meter["total"] and done != self.reported
         self.reported = done

@@ -97,7 +97,7 @@ RECIPES: dict[str, TrainConfig] = {
     ),
     "leaderboard": LEADERBOARD,
 }
-"""`lmcore train --preset NAME`; smoke and laptop run on a CPU, the others are meant for a GPU."""
+"""`lmcore train --preset NAME`; the first two, smoke and laptop, run on a CPU, the others are meant for a GPU."""
 
 
 def recipe(name: str, data: str, vocab_size: int) -> TrainConfig:

@@ -189,6 +189,8 @@ class Trainer:
                     lr = get_lr_cosine_schedule(state.step, *schedule)
                     loss, norm = self.update(inputs, targets, lr)  # forward, backward, clip, update
                     self.metrics.push(state.step, lr, loss, norm)
+                if self.progress is not None:
+                    self.progress.move(state.step)
                 self.write_line()  # that of an earlier step, read while this one keeps the device busy
                 last = state.step == config.steps
                 evaluate = last or state.step % config.eval_interval == 0

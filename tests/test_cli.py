@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from notebook_projects import code, make_project, parameters
 import workbook.cli
 from lmcore import cli
 from lmcore.config import TrainConfig, model_config, replace, to_dict
+from lmcore.data import open_data
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
+from lmcore.files import read_json
 
 
 def run_lmcore(*words: object, **options) -> subprocess.CompletedProcess:
@@ -22,9 +25,35 @@ def run_lmcore(*words: object, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "lmcore", *words], stderr=subprocess.PIPE, check=False, **options)
 
 
-def test_help_does_not_wait_for_torch():
-    source = "import sys; from lmcore.cli.application import application as a; a([]); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+COMMANDS = "doctor train evaluate generate benchmark nsys memory runs data tokenizer"
+HELP = [
+    "--help",
+    *(f"{command} --help" for command in COMMANDS.split()),
+    "data prepare --help",
+    "tokenizer encode --help",
+]
+MISTYPED = """trian; data inof; train --stepz 3; train --preset labtop; train --config nowhere; train --data nowhere;
+    evaluate nowhere; evaluate tests --data nowhere; generate nowhere; generate tests --tokenizer nowhere; runs nowhere;
+    benchmark --sizes small; nsys --report nowhere; memory --snapshot nowhere; data info nowhere;
+    data prepare nowhere --out never; data prepare tests/conftest.py --tokenizer nowhere --out never;
+    tokenizer train nowhere --out never; tokenizer encode --tokenizer nowhere"""
+
+
+def test_help_and_what_is_mistyped_do_not_wait_for_torch():
+    """What is mistyped is an option, or a path of any command that takes one."""
+    source = """import sys; from lmcore.cli import main
+for words in sys.argv[1:]:
+    try:
+        code = main(words.split())
+    except SystemExit as stop:
+        code = stop.code
+    print(words, code, "torch" in sys.modules, file=sys.stderr)"""
+    mistyped = [words.strip() for words in MISTYPED.split(";")]
+    words = [sys.executable, "-c", source, *HELP, *mistyped]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    said = done.stderr.splitlines()
+    expected = [f"{words} {code} False" for code, commands in ((0, HELP), (2, mistyped)) for words in commands]
+    assert [line for line in said if line.endswith(("True", "False"))] == expected
 
 
 @pytest.fixture
@@ -40,28 +69,31 @@ def trained(monkeypatch):
     return trained
 
 
-def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tmp_path, capsys):
+def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tmp_path, capsys, embedded_data):
     def settings(*words):
-        assert cli.main(["train", "--run", "r", *words]) == 0
+        assert cli.main(["train", "--run", "r", "--data", str(embedded_data), *words]) == 0
         assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
         return trained.calls[-1][0]
 
     options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--optimizer.betas", "0.8", "0.9"]
-    expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", optimizer__betas=(0.8, 0.9))
+    changes = {"optimizer__learning_rate": 0.5, "model__norm": "post", "optimizer__betas": (0.8, 0.9)}
+    expected = replace(TrainConfig(data=str(embedded_data)), model__vocab_size=300, **changes)  # the corpus's
     assert settings(*options) == expected
-    assert settings("--preset", "medium", "--model.num-layers", "2").model == model_config("medium", num_layers=2)
+    medium = model_config("medium", num_layers=2, vocab_size=512)
+    assert settings("--preset", "medium", "--model.num-layers", "2", "--model.vocab-size", "512").model == medium
+    expected = replace(expected, model__vocab_size=400)
     (tmp_path / "config.json").write_text(json.dumps(to_dict(expected)))
     assert settings(f"--config={tmp_path / 'config.json'}", "--seed", "5") == replace(expected, seed=5)
 
 
-def test_exit_codes_are_the_numbers_that_scripts_know(trained):
+def test_exit_codes_are_the_numbers_that_scripts_know(trained, embedded_data):
     codes = EXIT_FAILURE, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED
     assert codes == (1, 2, 3, 4, 75)
     job = Path(__file__).parents[1] / "papermill_jobs" / "job.sh"
     assert f"== {EXIT_INTERRUPTED} " in job.read_text()
     for state, expected in (("diverged", 3), ("out of memory", 4), ("interrupted", 75)):
         trained.state = state
-        assert cli.main(["train", "--run", "r"]) == expected
+        assert cli.main(["train", "--run", "r", "--data", str(embedded_data)]) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +103,8 @@ def test_exit_codes_are_the_numbers_that_scripts_know(trained):
         ("generate tests", "There is no safetensors file tests/checkpoints/best.safetensors; a run has"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
         ("train --run r --preset giant", "There is no preset 'giant'; choose one of tinystories, small"),
-        ("evaluate no\x1b[2Jwhere", r"There is no file no\x1b[2Jwhere/config.json"),
+        ("evaluate no\x1b[2Jwhere", r"There is no file or folder no\x1b[2Jwhere."),
+        ("evaluate test", "There is no file or folder test; did you mean tests?"),
     ],
 )
 def test_a_mistake_is_one_sentence(command, words, capsys):
@@ -90,12 +123,12 @@ def test_a_misspelled_option_is_told_the_right_one(capsys):
     assert "\x1b" not in said
 
 
-def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
+def test_ctrl_c_has_no_traceback(monkeypatch, capsys, embedded_data):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lmcore.train.train", interrupted)
-    assert cli.main(["train", "--run", "r"]) == 130
+    assert cli.main(["train", "--run", "r", "--data", str(embedded_data)]) == 130
     assert capsys.readouterr().err == "lmcore: stopped.\n"
 
 
@@ -113,9 +146,9 @@ def test_output_to_a_full_disk_and_to_a_reader_that_has_seen_enough(embedded_dat
 
 
 def test_python_m_lmcore():
-    done = run_lmcore("data", "info", "nowhere")
+    done = run_lmcore("data", "info", "tests")
     assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr.startswith(b"lmcore: nowhere is not a prepared corpus")
+    assert done.stderr.startswith(b"lmcore: tests is not a prepared corpus")
 
 
 def test_from_text_to_generation(tmp_path, capsys):
@@ -137,6 +170,32 @@ def test_from_text_to_generation(tmp_path, capsys):
     assert plainly.startswith("One")
     assert generated("--ops", "fused") == plainly
     assert [text[:3] for text in generated(prompts=("One", "The")).strip().split("\n\n")] == ["One", "The"]
+
+
+def test_own_texts_in_one_command(tmp_path, monkeypatch, capsys):
+    """They are prepared once; the names of run and corpus, and the vocabulary, follow from them."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_texts").mkdir()
+    stories = [{"body": f"Once upon a time there was a number {number}."} for number in range(30)]
+    Path("my_texts/a.jsonl").write_text("".join(f"{json.dumps(story)}\n" for story in [*stories, {"text": "x"}]))
+    options = ["--preset=smoke", "--model.context-length=16", "--steps=2", "--device=cpu", "--field=body"]
+    for _ in range(2):
+        assert cli.main(["train", "--data", "my_texts/", *options]) == 0
+        said = capsys.readouterr()
+        assert "a.jsonl (1 records skipped: line 31 has no text in the field 'body', of ['text'])" in said.err
+        assert "complete at step 2" in said.out
+    (folder,) = Path("data").iterdir()
+    config = read_json("runs/my_texts-smoke/config.json")
+    assert (config["data"], config["model"]["vocab_size"]) == (str(folder), open_data(folder).vocab_size)
+    assert open_data(folder).vocab_size < 512  # the text has no more
+    following = said.out.splitlines()[-1].removeprefix("Next: lmcore ")
+    assert cli.main([*shlex.split(following), "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time")
+    assert cli.main(["train", "--data", str(folder), "--tokenizer", "gpt2", *options]) == EXIT_USER_ERROR
+    Path("my_texts/b.txt").write_text("More.")
+    assert cli.main(["train", "--data", "my_texts/", *options]) == EXIT_USER_ERROR
+    assert "; choose another folder" in capsys.readouterr().err
+    assert folder.exists()  # the run keeps its own
 
 
 def test_tokenizer_there_and_back(tmp_path, capsys):

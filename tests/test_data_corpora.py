@@ -1,18 +1,20 @@
 """Documents from files and folders: streaming, splitting, the rule for folders, broken files."""
 
 import gzip
-import subprocess
+import shutil
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcore.data import CorpusConfig, open_corpus
+from lmcore.data import CorpusConfig, open_corpus, prepare
 from lmcore.data.corpora import split_documents
 from lmcore.errors import UserError
 from lmcore.text import read_text
 from lmcore.tokenizer import train_bpe
+
+zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 EOT = "<|endoftext|>"
 
@@ -20,7 +22,7 @@ EOT = "<|endoftext|>"
 def write(path, documents):
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(f"{document}\n{EOT}\n" for document in documents).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes({".gz": gzip.compress, ".zst": zstd.compress}.get(path.suffix, bytes)(data))
     return path
 
 
@@ -62,7 +64,7 @@ def test_text_is_read_in_chunks_and_its_first_bad_byte_is_named(tmp_path, name):
         ("half_a_character.txt", "aé".encode()[:-1], "offset 1 "),
         ("cut.txt.gz", gzip.compress(b"some text " * 1000, mtime=0)[:-20], "not a whole gzip file"),
         ("blank.txt", f"{EOT}{EOT}".encode(), "holds no text"),
-        ("stories.jsonl", b'{"text": "One."}', "holds records, not plain text"),
+        ("stories.json", b'{"text": "One."}', "holds records, not plain text"),
     ],
 )
 def test_files_that_are_no_text(tmp_path, name, content, sentence):
@@ -79,15 +81,75 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
         assert name in str(error.value)
 
 
-def test_a_file_with_records_is_refused_with_the_command_that_makes_a_text_of_it(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "One, \\u00e9."}\n{"text": "Two."}\n')
-    (tmp_path / "b.CSV.gz").write_bytes(gzip.compress('n,text\n1,"One, é."\n2,Two.\n'.encode()))
-    for name, text in (("a.jsonl", "a.txt"), ("b.CSV.gz", "b.txt")):
-        with pytest.raises(UserError, match="holds records, not plain text") as refused:
-            open_corpus(tmp_path / name)
-        command = str(refused.value).partition("such as text: ")[2].replace("python", sys.executable, 1)
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-        assert both(tmp_path / text) == (["One, é."], ["Two."])
+BAD = b"""{"text": "One, \\u00e9."}
+
+{"text": "half
+{"title": "no text", "n": 1}
+\xff
+{"text": 7}
+["text"]
+{"text": "\\ud800"}
+{"text": "Two.", "n": 2}
+"""
+FAULTS = """6 records skipped: line 3 is not JSON, line 4 has no text in the field 'text', of ['title', 'n'], \
+line 5 is not UTF-8, line 6 has no text in the field 'text', of ['text'], line 7 has no text in the field 'text', …"""
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_bad_lines_of_records_are_counted_and_named(tmp_path, ending):
+    path = tmp_path / f"stories.jsonl{ending}"
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[ending](BAD))
+    corpus = open_corpus(path)
+    assert [list(corpus.documents(split)) for split in ("train", "valid")] == [["One, é."], ["Two."]]
+    assert corpus.skipped == {path: f" ({FAULTS})"}
+    data = prepare(path, "bpe:257", tmp_path / "out", progress=False)
+    assert data.manifest["skipped"] == {path.name: f" ({FAULTS})"}
+    with pytest.raises(UserError, match=r"holds no text \(8 records skipped: line 1 has no text"):
+        both(path, field="nothing")
+    if ending:
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(UserError, match="is not a whole"):
+            both(path)
+
+
+def test_rows_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is of the extra data")
+    from pyarrow import parquet
+
+    path = tmp_path / "train-0.parquet"
+    parquet.write_table(pyarrow.table({"story": ["a", None, "b", "c"], "n": [1, 2, 3, 4]}), path)
+    shutil.copy(path, tmp_path / "train-1.parquet")
+    write(tmp_path / "valid.txt.zst", ["v"])
+    corpus = open_corpus(tmp_path, CorpusConfig(field="story"))
+    assert list(corpus.documents("train")) == [*"abcabc"]
+    assert corpus.skipped[path] == " (1 records skipped: row 2 has no text in the column 'story')"
+    data = prepare(tmp_path, "bpe:257", tmp_path / "out", CorpusConfig(field="story"), progress=False)
+    assert data.tokenizer.decode(data.train) == "".join(f"{letter}{EOT}" for letter in "abcabc")
+    with pytest.raises(UserError, match="has no column 'text', but story, n; name one with --field"):
+        open_corpus(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="is not a whole Parquet file"):
+        open_corpus(path, CorpusConfig(field="story"))
+
+
+@pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("backports.zstd", "a.txt.zst")])
+def test_a_package_that_lacks_is_named(tmp_path, monkeypatch, package, name):
+    (tmp_path / name).write_bytes(b"")
+    for module in (package, "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"{name} needs (\S+), of the extra data: pip install \1\."):
+        open_corpus(tmp_path / name)
+
+
+def test_a_pattern_and_folders_in_folders(tmp_path):
+    for name in ("a.txt", "deep/b.jsonl", ".hidden/c.txt"):
+        write(tmp_path / name, ['{"text": "x"}', '{"text": "y"}'])
+    words = '{"text": "x"}', '{"text": "y"}'
+    assert both(tmp_path) == ([*words, "x"], ["y"])
+    assert both(str(tmp_path / "**" / "*.jsonl")) == (["x"], ["y"])
+    assert both(str(tmp_path / "?.txt")) == ([words[0]], [words[1]])
+    with pytest.raises(UserError, match=r"no file or folder .*/dep/b\.jsonl; did you mean .*/deep/b\.jsonl\?"):
+        open_corpus(tmp_path / "dep" / "b.jsonl")
 
 
 @pytest.mark.parametrize(("count", "fraction", "held_out"), [(2, 0.9, 1), (20, 0.01, 1), (60, 0.25, 15)])
@@ -119,8 +181,8 @@ def test_splits_of_a_folder_by_the_names_of_its_files(tmp_path, files, options, 
     (tmp_path / "about.json").write_text("{}")
     (tmp_path / ".hidden.txt").write_text("neither")
     assert both(tmp_path, **options) == (train.split(), valid.split())
-    (tmp_path / "valid.jsonl").write_text('{"text": "c"}\n')
-    with pytest.raises(UserError, match=r"several files for the split 'valid'|valid\.jsonl holds records"):
+    (tmp_path / "valid.csv").write_text("text\nc\n")
+    with pytest.raises(UserError, match=r"valid\.csv holds records"):
         open_corpus(tmp_path)
 
 

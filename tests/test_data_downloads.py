@@ -1,15 +1,23 @@
 """Downloads, against a server on this machine: whole, broken off, absent; and WikiText as text."""
 
 import hashlib
+import json
 import random
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
-from lmcore.data.downloads import SOURCES, describe_wikitext, download, end_articles, fetch, wikitext_as_text
+from lmcore.data.downloads import (
+    SOURCES,
+    describe_wikitext,
+    download,
+    download_parquet,
+    end_articles,
+    fetch,
+    wikitext_as_text,
+)
 from lmcore.errors import UserError
 
 CONTENT = random.Random(0).randbytes(300_000)
@@ -66,7 +74,7 @@ LINES = [" \n", " = First = \n", " \n", " Text with \n", " = x = \n", " in it . 
 
 
 def test_wikitext_comes_from_parquet(site, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is the optional part wikitext")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is of the extra data")
     from pyarrow import parquet
 
     # the parquet files have empty strings for blank lines
@@ -79,16 +87,41 @@ def test_wikitext_comes_from_parquet(site, tmp_path):
     eot = "<|endoftext|>\n"
     assert files["valid"].read_text() == "".join([*LINES, eot])
     assert files["train"].read_text() == "".join([*LINES, " \n", eot, *LINES[1:], eot])  # no end before = x =
-    (tmp_path / "file").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match=r"parquet file .*is damaged"):
-        wikitext_as_text([tmp_path / "file"], tmp_path / "text.txt")
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserError, match=r"a\.parquet is not a whole Parquet file"):
+        wikitext_as_text([tmp_path / "a.parquet"], tmp_path / "text.txt")
     assert not (tmp_path / "text.txt").exists()
 
 
-def test_without_pyarrow_wikitext_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match="need pyarrow: pip install pyarrow"):
-        wikitext_as_text([tmp_path / "file"], tmp_path / "text.txt")
+def test_a_data_set_of_hugging_face(site, tmp_path):
+    """As its Parquet files, which Hugging Face lists: they are fetched once, whatever their form."""
+
+    def address(part: str, split: str, number: int) -> str:
+        return f"/api/datasets/o/tales/parquet/{part}/{split}/{number}.parquet"
+
+    def listed(part: str, **splits: int) -> dict[str, list[str]]:
+        return {
+            split: ["https://huggingface.co" + address(part, split, number) for number in range(count)]
+            for split, count in splits.items()
+        }
+
+    parts = {"en": listed("en", train=2, validation=1), "de": listed("de", test=1)}
+    site.files["/api/datasets/o/tales/parquet"] = json.dumps(parts).encode()
+    for split, number in (("train", 0), ("train", 1), ("validation", 0)):
+        site.files[address("en", split, number)] = f"{split} {number}".encode()
+    for _ in range(2):
+        files = download_parquet("hf:o/tales/en", tmp_path, progress=False)
+        texts = {split: [path.read_text() for path in paths] for split, paths in files.items()}
+        assert texts == {"train": ["train 0", "train 1"], "valid": ["validation 0"]}
+    assert len(site.requests) == 4
+    for name, sentence in (
+        ("hf:o/tales", "hf:o/tales has the parts en, de; name one"),
+        ("hf:o/tales/fr", "hf:o/tales has the parts en, de; name one"),
+        ("hf:o/tales/de", "hf:o/tales/de has no split train, but test"),
+        ("hf:tales", "must be hf:OWNER/NAME"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            download_parquet(name, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_facts_are_this_machine(tmp_path, embedded_data, monkeypatch):
     assert facts["torch"].startswith(torch.__version__)
     assert facts["Device"].startswith(f"{device.type} (")
     assert facts["Device"].endswith(f", because {reason}")
-    assert facts["pyarrow"] == "missing, for WikiText-103, which comes as Parquet: pip install pyarrow"
+    assert facts["pyarrow"] == "missing, for Parquet files, as which WikiText-103 comes, too: pip install pyarrow"
     assert f"There is no tokenizer in {tmp_path / 'gpt2'}" in facts["GPT-2 tokenizer"]
     assert "NSYS=off" in facts["nsys"]
     assert "manifest.json" in facts[str(tmp_path / "data" / "broken")]

@@ -6,9 +6,11 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import make_dataclass
 from typing import Any
 
+import tyro
 from tyro.extras import SubcommandApp
 
 from lmcore.cli import benchmark, data, doctor, memory, nsys, training
@@ -17,34 +19,53 @@ from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import stoppable
 
-Application = Callable[[Sequence[str]], SubcommandApp]
-"""What makes the commands of a program: it sees the arguments, by which some choose their defaults."""
+Command = Callable[..., int]
 
 
-def application(arguments: Sequence[str]) -> SubcommandApp:
+Commands = Mapping[str, Command | tuple[str, dict[str, Command]]]
+"""Functions by their names; those of two words by the first one, with what they are for."""
+
+Application = Callable[[Sequence[str]], Commands]
+"""What makes the commands of a program, by name: it sees the arguments, by which some choose their defaults."""
+
+
+def application(arguments: Sequence[str]) -> Commands:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
     trained = (training.train_command(base), training.evaluate, training.generate)
     groups = {
-        "data": ("Prepare and look at corpora.", (data.prepare, data.info)),
-        "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
+        "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
+        "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
     }
-    return commands((doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory), groups)
+    return by_name(doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory) | groups
 
 
-def commands(
-    functions: Iterable[Callable[..., int]], groups: Mapping[str, tuple[str, Iterable[Callable[..., int]]]]
-) -> SubcommandApp:
-    """Functions as commands; by the first word of those of two words what they are for, and the functions."""
+def by_name(*functions: Command) -> dict[str, Command]:
+    """Functions as commands."""
+    return {function.__name__: function for function in functions}
+
+
+def chosen(commands: Commands, arguments: Sequence[str], prog: str) -> Callable[[], int]:
+    """The command that the arguments name, with its own. The options of the others are not even looked at."""
+    command = commands.get(arguments[0]) if arguments else None
+    if command is None:
+        return overview(commands).cli(args=arguments, prog=prog)
+    prog, arguments = f"{prog} {arguments[0]}", arguments[1:]
+    if isinstance(command, tuple):
+        return chosen(command[1], arguments, prog)
+    return tyro.cli(deferred(command), args=arguments, prog=prog)
+
+
+def overview(commands: Commands) -> SubcommandApp:
+    """The names of the commands and what they are for: shows the help, and what a mistyped name may mean."""
     app = SubcommandApp()
-    for function in functions:
-        app.command(deferred(function))
-    for name, (what, members) in groups.items():
-        app.command(commands(members, {}), name=name, help=what)
+    for name, command in commands.items():
+        purpose = command[0] if isinstance(command, tuple) else str(command.__doc__).partition("\n\n")[0]
+        app.command(make_dataclass(name, ()), name=name, help=purpose)  # tyro is slow with unions of functions
     return app
 
 
-def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+def deferred(command: Command) -> Callable[..., Callable[[], int]]:
     """The command as a function that only takes its arguments: parsing ends before anything runs."""
 
     @functools.wraps(command)
@@ -62,7 +83,7 @@ def parse(arguments: Sequence[str], prog: str, application: Application) -> Call
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return application(arguments).cli(args=arguments, prog=prog)
+            return chosen(application(arguments), arguments, prog)
     except SystemExit as stop:
         if isinstance(stop.__context__, Exception) and isinstance(stop.__context__.__context__, UserError):
             raise stop.__context__.__context__ from None

@@ -10,6 +10,7 @@ import tyro
 from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import CorpusConfig
 from lmcore.errors import require
+from lmcore.files import require_exists
 
 CORPUS_DEFAULTS = CorpusConfig()
 
@@ -23,8 +24,10 @@ def prepare(
     """Tokenize a corpus once, into a folder that `lmcore train --data` takes.
 
     Args:
-        source: embedded; tinystories, openwebtext or wikitext103, downloaded from their official addresses, or from
-            the mirror of Hugging Face that the variable HF_ENDPOINT names; or a text file or folder, plain or .gz.
+        source: A text, a file of records (.jsonl, .parquet), a folder of them or a pattern for their paths in quotes,
+            also .gz and .zst; embedded; tinystories, openwebtext or wikitext103, downloaded from their official
+            addresses, or hf:OWNER/NAME, a data set of Hugging Face, or of the mirror that the variable HF_ENDPOINT
+            names.
         out: Folder for the tokens.
         tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
         settings: What is training and what is validation text.
@@ -44,6 +47,7 @@ def info(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     """
     from lmcore.data import open_data
 
+    require_exists(folder)
     data = open_data(folder)
     found = data.manifest | {"fingerprint": data.fingerprint, "end_of_text": data.tokenizer.eot_id}
     print(json.dumps(found, indent=2, ensure_ascii=False))
@@ -54,7 +58,7 @@ def train(texts: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, v
     """Train a byte-level BPE on text files.
 
     Args:
-        texts: UTF-8 files, plain or .gz.
+        texts: Text files, or .jsonl and .parquet with their field text; also .gz and .zst.
         out: Folder for the vocabulary and the merges.
         vocab_size: Tokens in all, <|endoftext|> among them.
     """

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from lmcore.errors import UserError
 
 OPTIONAL_PACKAGES = {
-    "pyarrow": "for WikiText-103, which comes as Parquet: pip install pyarrow",
+    "pyarrow": "for Parquet files, as which WikiText-103 comes, too: pip install pyarrow",
     "triton": "for our kernels and torch.compile on a GPU: it comes with the CUDA build of torch, on Linux",
 }
 """Packages that lmcore runs without: what each is for, and how to get it."""
@@ -28,6 +26,7 @@ def doctor() -> int:
 
 def examine(folder: str | os.PathLike = ".") -> dict[str, str]:
     """What is here, by name, and what to do about what is not. `folder` is where runs/ and data/ are or will be."""
+    import psutil
     import torch
 
     from lmcore.data import open_data

@@ -8,6 +8,7 @@ import tyro
 
 from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
+from lmcore.files import require_exists
 from lmcore.profiling.cases import GridConfig, grid_cases
 
 DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1)
@@ -32,6 +33,7 @@ def memory(
         top: How many of the largest allocations to print.
     """
     if snapshot is not None:  # what its allocations were for is unknown
+        require_exists(snapshot)
         from lmcore.profiling.memory.snapshot import histories_of, read_snapshot
         from lmcore.profiling.memory.timeline import summary
 

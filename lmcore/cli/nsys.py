@@ -8,6 +8,7 @@ import tyro
 
 from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
+from lmcore.files import require_exists
 from lmcore.profiling.cases import GridConfig, grid_cases
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
@@ -54,6 +55,7 @@ def nsys(
     """
     require(report is not None or range is None, "--range needs a --report.")
     if report is not None:
+        require_exists(report)
         from lmcore.profiling.nsys.tool import load_trace
 
         print("\n".join(report_lines(load_trace(report), range, top)))

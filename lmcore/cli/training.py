@@ -2,21 +2,30 @@
 
 import argparse
 import os
+import shlex
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from lmcore.accounting import num_parameters
 from lmcore.cli.output import text_output, utf8_text
-from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
+from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, replace
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path
-from lmcore.files import read_json
+from lmcore.files import read_json, require_exists
+from lmcore.formatting import format_significant
 from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
 
 GENERATE_DEFAULTS = GenerateConfig()
+
+GPT2_VOCAB_SIZE = 50_257
+
+HELD_OUT_BYTES = 1_000_000
+"""Most text that `lmcore train` holds out of texts without a validation file: all of it is read in each evaluation."""
 
 SECONDS_TO_END = 20.0
 """How long a process of several has to end after an error."""
@@ -26,22 +35,32 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
     """The train command, whose options default to `base`."""
 
     def train(
-        run: Path,
+        run: Path | None = None,
         settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
-        preset: str | None = None,
+        preset: Annotated[str | None, tyro.conf.arg(help=presets_help())] = None,
         config: Path | None = None,
+        tokenizer: str | None = None,
+        field: str = "text",
     ) -> int:
         """Train a model into a run folder, or resume the run that is there.
 
-        The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
-        memory, 75 stopped by a signal, saved, ready to resume. A second SIGINT or SIGTERM ends it at once: 130, 143.
+        The options override the settings of --preset or --config. Texts are prepared first, into a folder in data/.
+        Exit codes: 0 complete, 3 diverged, 4 out of memory, 75 stopped by a signal, saved, ready to resume. A second
+        SIGINT or SIGTERM ends it at once: 130, 143.
 
         Args:
-            run: Run folder.
+            run: Run folder; None: runs/DATA, or runs/DATA-PRESET.
             settings: What is trained, on what, how long.
-            preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
+            tokenizer: For texts: gpt2, bpe:10000 (trained here), or a tokenizer's folder; None: of as many tokens as
+                the preset has. The model gets the tokenizer's vocabulary, unless --model.vocab-size is given.
+            field: For records (.jsonl, .parquet): the field that holds the text.
         """
+        from lmcore.data.prepared import short_name
+
+        run = run or Path("runs", "-".join(filter(None, (short_name(settings.data), preset))))
+        fixed = config is not None or settings.model.vocab_size != base.model.vocab_size
+        settings = on_prepared(settings, tokenizer, field, fixed)
         divided = settings.strategy != "none"
         if divided:  # of a rank that is gone PyTorch's store tells with the addresses of its code
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -59,9 +78,47 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
         if not divided or os.environ.get("RANK", "0") == "0":
             print(f"{run}: {result.state} at step {result.step}{loss}.")
+            if result.state == "complete" and settings.keep_weights:
+                print(f"Next: lmcore generate {shlex.quote(str(run))} --prompt 'Once upon a time' --temperature 0.8")
         return EXIT_CODES[result.state]
 
     return train
+
+
+def on_prepared(settings: TrainConfig, tokenizer: str | None, field: str, fixed: bool) -> TrainConfig:
+    """The settings with a prepared corpus, made here of texts, and with its vocabulary, if theirs is not `fixed`."""
+    from lmcore.data.corpora import CorpusConfig, open_corpus
+    from lmcore.data.prepared import is_prepared, prepare, read_manifest
+
+    folder, vocab_size = Path(settings.data), settings.model.vocab_size
+    if is_prepared(folder):
+        require(tokenizer is None, f"{folder} is prepared, with a tokenizer of its own: leave out --tokenizer.")
+    else:
+        size = getattr(open_corpus(settings.data, CorpusConfig(field=field)), "size", 0)
+        corpus = CorpusConfig(field=field, valid_fraction=min(0.1, HELD_OUT_BYTES / max(1, size)))
+        tokenizer = tokenizer or ("gpt2" if vocab_size == GPT2_VOCAB_SIZE else f"bpe:{vocab_size}")
+        folder = prepare(settings.data, tokenizer, config=corpus).folder
+    vocab_size = vocab_size if fixed else read_manifest(folder)["vocab_size"]
+    return replace(settings, data=str(folder), model__vocab_size=vocab_size)
+
+
+def presets_help() -> str:
+    """The presets with their sizes."""
+    recipes = (
+        f"{name} ({millions(num_parameters(recipe.model))}, {millions(recipe.steps * recipe.tokens_per_step)})"
+        for name, recipe in RECIPES.items()
+    )
+    sizes = (f"{size} ({millions(num_parameters(model_config(size)))})" for size in MODEL_SIZES if size not in RECIPES)
+    return (
+        "Settings to start from, with millions of parameters and of tokens that are read. On two cores, within "
+        f"15 minutes: {', '.join(islice(recipes, 2))}. On a GPU: {', '.join(recipes)}. The defaults with a model of "
+        f"another size: {', '.join(sizes)}."
+    )
+
+
+def millions(count: int) -> str:
+    """A number in millions, to three digits."""
+    return format_significant(count / 1e6)
 
 
 def evaluate(
@@ -78,6 +135,9 @@ def evaluate(
         data: Prepared corpus; by default the one of the run.
         device: auto, cpu, mps, cuda or cuda:N.
     """
+    require_exists(run)
+    if data is not None:
+        require_exists(data)
     from lmcore.checkpoint import load_model
     from lmcore.data import open_data
     from lmcore.device import select_device
@@ -111,15 +171,19 @@ def generate(
         tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
         device: auto, cpu, mps, cuda or cuda:N.
     """
-    from lmcore.checkpoint import load_model
     from lmcore.data import load_tokenizer, open_data
+
+    prompt = tuple(utf8_text(prompt))
+    require_exists(run)
+    codec = load_tokenizer(tokenizer) if tokenizer else None
+    from lmcore.checkpoint import load_model
     from lmcore.device import select_device
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
-    prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
+    folder = RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
-    codec = load_tokenizer(tokenizer) if tokenizer else open_data(folder.config().data).tokenizer
+    codec = codec or open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n", file=text_output())
@@ -147,6 +211,7 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
     require(given.preset is None or given.config is None, "Give either --preset or --config, not both.")
     if given.config is not None:
         require_path("--config", given.config)
+        require_exists(given.config)
         return from_dict(TrainConfig, read_json(given.config))
     presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES | {None: TrainConfig()}
     known = ", ".join(filter(None, presets))

@@ -1,8 +1,9 @@
 """From the name of a source, or a path, to its training and validation documents, as a stream."""
 
+import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.config import CorpusConfig
-from lmcore.data.downloads import SOURCES, download
+from lmcore.data.downloads import HUB, SOURCES, download, download_parquet
 from lmcore.errors import require
-from lmcore.files import sha256_file
+from lmcore.files import require_exists, sha256_file
 from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text
 from lmcore.tokenizer.pretokenize import safe_pieces
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": {"train"}, "valid": {"valid", "validation", "val"}}
+NAMED = 5
+"""Records that are named of those skipped."""
 PIECE_CHARACTERS = 1 << 20
 """Text in which documents are looked for at a time."""
 
@@ -34,13 +37,25 @@ def split_documents(chunks: Iterable[str], piece_characters: int = PIECE_CHARACT
             parts.append(text)
 
 
-def read_documents(paths: Iterable[Path]) -> Iterator[str]:
-    """The documents of several files, one file after the other; a file's end also ends its last document."""
+def read_documents(paths: Iterable[Path], field: str = "text", skipped: dict[Path, str] | None = None) -> Iterator[str]:
+    """The documents of several files, one file after the other; a file's end also ends its last document.
+
+    `skipped` gets what is wrong with records of the files that were read to their end.
+    """
     for path in paths:
-        documents = split_documents(read_text(path))
+        faulty: list[str] = []
+        documents = split_documents(read_text(path, field, faulty))
         first = next(documents, None)
-        require(first is not None, f"{path} holds no text.")
+        require(first is not None, f"{path} holds no text{in_short(faulty)}.")
         yield from chain([first], documents)
+        if skipped is not None and faulty:
+            skipped[path] = in_short(faulty)
+
+
+def in_short(faulty: Sequence[str]) -> str:
+    """How many records were skipped, and the first of them; empty if there are none."""
+    more = ", …" * (len(faulty) > NAMED)
+    return f" ({len(faulty):,} records skipped: {', '.join(faulty[:NAMED])}{more})" if faulty else ""
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,11 @@ class TextCorpus:
     train_files: tuple[Path, ...]
     valid_files: tuple[Path, ...] = ()
     valid_fraction: float = 0.1
+    field: str = "text"
 
     def __post_init__(self):
         for path in self.train_files + self.valid_files:
-            next(read_text(path), None)  # what is missing or no text is refused before anything is made
+            next(read_text(path, self.field), None)  # what is missing or no text is refused before anything is made
 
     @property
     def size(self) -> int:
@@ -88,8 +104,8 @@ class TextCorpus:
         Where there is only one document to be split, it is cut.
         """
         if self.valid_files:
-            return read_documents(self.valid_files if split == "valid" else self.train_files)
-        documents = read_documents(self.train_files)
+            return self._read(self.valid_files if split == "valid" else self.train_files)
+        documents = self._read(self.train_files)
         if self._num_documents == 1:
             text = next(documents)
             cut = int(len(text) * (1 - self.valid_fraction))
@@ -99,9 +115,17 @@ class TextCorpus:
         return islice(documents, trained) if split == "train" else islice(documents, trained, None)
 
     @cached_property
+    def skipped(self) -> dict[Path, str]:
+        """What is wrong with records, by file."""
+        return {}
+
+    def _read(self, paths: Iterable[Path]) -> Iterator[str]:
+        return read_documents(paths, self.field, self.skipped)
+
+    @cached_property
     def _num_documents(self) -> int:
         """Documents of the training files, counted in a pass of their own."""
-        return sum(1 for _ in read_documents(self.train_files))
+        return sum(1 for _ in self._read(self.train_files))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source: name, files and their checksums. Raises `UserError` for a name that is
@@ -114,6 +138,7 @@ class TextCorpus:
             "train_files": [describe_file(path) for path in self.train_files],
             "valid_files": [describe_file(path) for path in self.valid_files],
             "valid_fraction": None if self.valid_files else self.valid_fraction,
+            "field": self.field,
         }
 
 
@@ -128,10 +153,15 @@ def describe_file(path: Path) -> dict[str, Any]:
 def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *, progress: bool = True) -> Corpus:
     """The corpus that `source` names: `embedded`, a download (`tinystories`, `openwebtext`, `wikitext103`), or a path.
 
-    A path is a UTF-8 text file, plain or `.gz`, with `<|endoftext|>` between documents, or a folder of such files.
-    In a folder, the file named exactly `train` (before its suffixes) is the training split, else the only one with
-    that word in its name (`owt_train.txt.gz`); likewise `valid`, `validation` or `val`. A folder without a training
-    file is all its text files in order of name. Raises `UserError` if nothing fits, or more than one file does.
+    A path is a UTF-8 text file with `<|endoftext|>` between documents, a file of records (`.jsonl`, `.parquet`), whose
+    `config.field` holds the text of a document each, a folder of such files and of folders, or a pattern for their
+    paths (`texts/*.jsonl`). All but `.parquet` may be compressed (`.gz`, `.zst`). `hf:OWNER/NAME` is a data set of
+    Hugging Face, which has all of them as Parquet files, too.
+
+    Of several files, the one named exactly `train` (before its suffixes) is the training split, else the only one with
+    that word in its name (`owt_train.txt.gz`), or those that differ by a number alone; likewise `valid`, `validation`
+    or `val`. Without a training file all of them are, in order of name. Raises `UserError` if nothing fits, or more
+    than one file does.
     """
     config = config or CorpusConfig()
     chosen = (Path(config.valid),) if config.valid else ()
@@ -142,28 +172,45 @@ def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *
         files = download(str(source), config.download_folder, progress=progress)
         return TextCorpus(str(source), (files["train"],), chosen or (files["valid"],), config.valid_fraction)
     path = Path(source)
-    require(path.exists(), f"There is no file or folder {path}; named sources are embedded, {', '.join(SOURCES)}.")
-    train, valid = split_files(path) if path.is_dir() else ((path,), ())
-    return TextCorpus(path.name, train, chosen or valid, config.valid_fraction)
+    if str(source).startswith(HUB):
+        files = download_parquet(str(source), config.download_folder, progress=progress)
+        train, valid = files["train"], files["valid"]
+    elif path.is_dir():
+        train, valid = split_files(text_files(path), path)
+    elif not path.exists() and (found := sorted(map(Path, glob.glob(str(source), recursive=True)))):
+        train, valid = split_files([path for path in found if path.is_file()], path)
+    else:
+        require_exists(path, f"; named sources are embedded, {', '.join(SOURCES)} and {HUB}OWNER/NAME")
+        train, valid = (path,), ()
+    return TextCorpus(path.name, train, chosen or valid, config.valid_fraction, config.field)
 
 
-def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Training and validation files of a folder, by the rule in `open_corpus`.
+def text_files(folder: Path) -> list[Path]:
+    """The files of a folder, and of the folders in it, whose names end like those of texts, in order of name.
 
-    Files with records count, so that they are refused and not passed over; but JSON often describes the others.
+    Files with records that are not read count, so that they are refused and not passed over; but JSON often describes
+    the others.
     """
-    suffixes = (*TEXT_SUFFIXES, *{*RECORDS} - {".json"})
+    suffixes = (*TEXT_SUFFIXES, *RECORDS, ".csv", ".tsv")
     texts = [
         path
-        for path in sorted(folder.iterdir())
-        if not path.is_dir() and plain_name(path).endswith(suffixes) and not path.name.startswith(".")
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+        and plain_name(path).endswith(suffixes)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    require(bool(texts), f"There is no text file ({', '.join(TEXT_SUFFIXES)}, plain or .gz) in {folder}.")
+    known = ", ".join((*TEXT_SUFFIXES, *RECORDS))
+    require(bool(texts), f"There is no text file ({known}; plain, .gz or .zst) in {folder}.")
+    return texts
+
+
+def split_files(texts: Sequence[Path], source: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Training and validation files among those of a folder or pattern, by the rule in `open_corpus`."""
     found, stems = {}, {path: Path(plain_name(path)).stem for path in texts}
     for split, names in SPLIT_NAMES.items():
         exact = tuple(path for path in texts if stems[path] in names)
         found[split] = exact or tuple(path for path in texts if names & {*re.split(r"[^a-z0-9]+", stems[path])})
         several = ", ".join(path.name for path in found[split])
-        words = f"{folder} has several files for the split {split!r} ({several}): name the file that is meant instead."
-        require(len(found[split]) < 2, words)
+        words = f"{source} has several files for the split {split!r} ({several}): name the file that is meant instead."
+        require(len({re.sub(r"\d+", "", stems[path]) for path in found[split]}) < 2, words)
     return found["train"] or tuple(path for path in texts if path not in found["valid"]), found["valid"]

@@ -7,9 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lmcore.errors import UserError, why_not_written
-from lmcore.files import atomic_write
-from lmcore.text import END_OF_TEXT, read_text
+from lmcore.errors import UserError, require, why_not_written
+from lmcore.files import atomic_write, read_json
+from lmcore.text import END_OF_TEXT, ENDING, read_text
 
 HUGGING_FACE = "https://huggingface.co"
 DATASETS = f"{HUGGING_FACE}/datasets"
@@ -41,6 +41,9 @@ WikiText-2 are the same articles with as many words, of which several times as m
 WIKITEXT_UNKNOWN = 0.02
 """Share of `<unk>` above which a text is not WikiText-103's, which has 0.4 % (training) to 1.0 % (test)."""
 
+HUB = "hf:"
+"""What the name of a data set of Hugging Face begins with here."""
+
 TIMEOUT_S = 60
 
 
@@ -54,6 +57,27 @@ def download(name: str, folder: str | os.PathLike, *, progress: bool = True) -> 
         paths = [fetch(url, folder, progress=progress) for url in urls]
         texts[split] = wikitext_as_text(paths, folder / f"{split}.txt") if name == "wikitext103" else paths[0]
     return texts
+
+
+def download_parquet(source: str, folder: str | os.PathLike, *, progress: bool = True) -> dict[str, tuple[Path, ...]]:
+    """The Parquet files of `hf:OWNER/NAME`, or of its part `hf:OWNER/NAME/PART`, for training and validation.
+
+    Hugging Face lists them for every data set that it can show. Raises `UserError` if it does not, or of several parts
+    none is named.
+    """
+    words = source.removeprefix(HUB).split("/")
+    require(len(words) in (2, 3), f"{source} must be {HUB}OWNER/NAME, or {HUB}OWNER/NAME/PART.")
+    folder = Path(folder, "--".join(words[:2]))
+    listed = read_json(fetch(f"{HUGGING_FACE}/api/datasets/{words[0]}/{words[1]}/parquet", folder, progress=False))
+    part = words[2] if len(words) == 3 else next(iter(listed)) if len(listed) == 1 else ""
+    several = f"{HUB}{'/'.join(words[:2])} has the parts {', '.join(listed)}; name one, after another /."
+    require(part in listed, several)
+    splits = {"train": listed[part].get("train", []), "valid": listed[part].get("validation", [])}
+    require(bool(splits["train"]), f"{source} has no split train, but {', '.join(listed[part])}.")
+    return {
+        split: tuple(fetch(url, folder / part / split, progress=progress) for url in urls)
+        for split, urls in splits.items()
+    }
 
 
 def fetch(url: str, folder: Path, sha256: str | None = None, *, progress: bool = True) -> Path:
@@ -77,18 +101,11 @@ def fetch(url: str, folder: Path, sha256: str | None = None, *, progress: bool =
 def wikitext_as_text(paths: list[Path], output: Path) -> Path:
     """WikiText's parquet files as one text with `<|endoftext|>` after each article; reused if it is there.
 
-    Raises `UserError` without pyarrow, the optional part `wikitext`, and for a file that is not parquet.
+    Raises `UserError` without pyarrow, and for a file that is not parquet.
     """
     if output.exists():
         return output
-    import pandas
-
-    try:
-        lines = [line for path in paths for line in pandas.read_parquet(path, columns=["text"])["text"]]
-    except ImportError:
-        raise UserError("Parquet files, as which WikiText-103 comes, need pyarrow: pip install pyarrow.") from None
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"A parquet file in {output.parent} is damaged ({error}); delete it and run again.") from error
+    lines = [text.removesuffix(ENDING) for path in paths for text in read_text(path)]
     with atomic_write(output) as file:  # the parquet form has empty strings for the blank lines of the original
         file.write(end_articles("".join([line or " \n" for line in lines]).encode()))
     return output

@@ -6,6 +6,7 @@ The first half opens them, which every run does; the second half makes them, onc
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -195,12 +196,14 @@ def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def prepare(
     source: StrPath,
     tokenizer: Tokenizer | StrPath,
-    out_folder: StrPath,
+    out_folder: StrPath | None = None,
     config: CorpusConfig | None = None,
     *,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenizes `source` (as in `open_corpus`) into `out_folder` and opens it (`open_data`).
+
+    Without `out_folder` it goes to a folder in data/ whose name tells texts and tokenizers apart.
 
     Every document is followed by `<|endoftext|>`, the last one too. `tokenizer` is a Tokenizer or a specification
     for `tokenizer_for`. The folder gets train.bin and valid.bin (ids in the smallest unsigned type that holds the
@@ -208,13 +211,14 @@ def prepare(
     source and tokenizer already is reused; another prepared corpus there is replaced once the new one is complete.
     Raises `UserError`.
     """
-    folder = Path(out_folder)
     corpus = open_corpus(source, config, progress=progress)
     later = tokenizer == "gpt2" or str(tokenizer).startswith("bpe:")  # downloaded or trained only if it is needed
     if not isinstance(tokenizer, Tokenizer) and not later:
         tokenizer = load_tokenizer(tokenizer)
     named = tokenizer.fingerprint if isinstance(tokenizer, Tokenizer) else str(tokenizer)
     request = {"source": corpus.describe(), "tokenizer": named}
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    folder = Path(out_folder or f"data/{short_name(source)}-{digest[:8]}")
     data = open_if_same(folder, request)
     if data is None:
         try:
@@ -239,6 +243,11 @@ def open_or_prepare(
 ) -> PreparedData:
     """Opens `data` if it is a prepared folder, with the tokenizer that made it; else prepares it into `out_folder`."""
     return open_data(data) if is_prepared(data) else prepare(data, tokenizer, out_folder, config)
+
+
+def short_name(source: StrPath) -> str:
+    """A name for what is made of a source: letters and digits of the last part of its path."""
+    return "-".join(re.findall(r"\w+", Path(source).name)) or "text"
 
 
 def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
@@ -268,8 +277,8 @@ def replace_prepared(new: Path, folder: Path) -> None:
 
 
 def warn_of_texts(data: PreparedData) -> None:
-    """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
-    form that are not WikiText-103's."""
+    """Warns where a loss on the validation text would measure what the model has memorized, of skipped records, and of
+    texts in WikiText's form that are not WikiText-103's."""
 
     def say(sentence: str) -> None:
         print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
@@ -278,6 +287,8 @@ def warn_of_texts(data: PreparedData) -> None:
     trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
     if trained & held_out:
         say("Warning: the validation text is training text, so its loss says nothing about other texts.")
+    for file, faulty in data.manifest.get("skipped", {}).items():
+        say(f"{file}{faulty}.")
     for split, text in data.manifest.get("wikitext", {}).items():
         if not text["is"].startswith("WikiText-103's"):
             counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
@@ -305,9 +316,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         from lmcore.data.grammar import entropy_per_document
 
         return manifest | {"entropy_per_document": entropy_per_document()}
-    files = {"train": corpus.train_files, "valid": corpus.valid_files}
+    files = {"train": corpus.train_files, "valid": corpus.valid_files} if corpus.field == "text" else {}
     texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
-    return manifest | {"wikitext": texts}
+    return manifest | {"wikitext": texts, "skipped": {path.name: said for path, said in corpus.skipped.items()}}
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:

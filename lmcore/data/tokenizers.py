@@ -69,7 +69,7 @@ def tokenizer_for(specification: str | os.PathLike, corpus: Corpus, work_folder:
     require(known, f"Give bpe: and a vocabulary size above 256, such as bpe:10000, not {specification}.")
     with temporary_folder("training-text-", work_folder) as temporary:
         paths: tuple[Path, ...] = (temporary / "train.txt",)
-        if isinstance(corpus, TextCorpus) and corpus.valid_files:
+        if isinstance(corpus, TextCorpus) and corpus.valid_files and corpus.field == "text":
             paths = corpus.train_files  # are the training split, as they are
         else:
             with open(paths[0], "wb") as file:

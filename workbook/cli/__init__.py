@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tyro.extras import SubcommandApp
 
 from lmcore.cli import application
 from lmcore.errors import EXIT_FAILURE, require
@@ -73,14 +72,14 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
     return EXIT_FAILURE if lacking else 0
 
 
-def commands(arguments: Sequence[str]) -> SubcommandApp:
+def commands(arguments: Sequence[str]) -> dict[str, application.Command]:
     """All commands; the one of `run_sweep` only where it is called."""
     listed = [run, submit, sweep, writeup, handin, student, grade]
     if arguments[:1] == ["work"]:
         from workbook.sweep import work
 
         listed.append(work)
-    return application.commands(listed, {})
+    return application.by_name(*listed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
