@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import TrainConfig, differing, from_dict, to_dict
 from lmcore.errors import UserError, require
 from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write_json
@@ -226,6 +225,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def damage(run: RunFolder) -> str | None:
     """What is wrong with the weights of a complete run, in a sentence; None if they are as they were written."""
+    from lmcore.checkpoint import read_weights  # in functions, as commands that list runs do without PyTorch
+
     try:
         for path in (run.last_weights, run.best_weights) if run.config().keep_weights else ():
             read_weights(path)
@@ -257,6 +258,8 @@ def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> Path | None:
     One that is damaged, or saved after best weights that are lost, is said to be skipped, and renamed to `*.damaged`.
     Raises `UserError` if none of those that are there is left.
     """
+    from lmcore.checkpoint import read_checkpoint
+
     skipped = []
     for path in run.checkpoints():
         try:
@@ -284,6 +287,8 @@ def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> Path | None:
 
 def _leads_to_best(content: dict[str, Any], run: RunFolder) -> bool:
     """Whether the best weights so far are in their file, or in the checkpoint itself, or will be found after it."""
+    from lmcore.checkpoint import read_weights
+
     extra, step, best = content["extra"], content["iteration"], {}
     with suppress(UserError):
         best = read_weights(run.best_weights)[1]

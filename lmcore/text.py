@@ -21,9 +21,6 @@ ENDING = f"\n{END_OF_TEXT}\n"
 
 CHUNK_BYTES = 1 << 20
 
-UNREAD_RECORDS = (".json", ".csv", ".tsv")
-"""Suffixes of files whose braces, keys and commas would be read as text."""
-
 COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}
 
 
@@ -49,7 +46,8 @@ def read_text(path: Path, field: str = "text", skipped: list[str] | None = None)
     that names the file, and for plain text that is not UTF-8 the offset of the first bad byte.
     """
     suffix = Path(plain_name(path)).suffix
-    require(suffix not in UNREAD_RECORDS, f"{path} holds records, not plain text; write them as JSON lines (.jsonl).")
+    known = suffix not in (".json", ".csv", ".tsv")  # whose braces, keys and commas would be read as text
+    require(known, f"{path} holds records, not plain text; write them as JSON lines (.jsonl).")
     require_exists(path)
     skipped = [] if skipped is None else skipped
     opener, damage = decompressor(path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from notebook_projects import code, make_project, parameters
 
 import workbook.cli
 from lmcore import cli
+from lmcore.cli.runs import COLUMNS
 from lmcore.config import TrainConfig, model_config, replace, to_dict
 from lmcore.data import open_data
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
 from lmcore.files import read_json
+from lmcore.run import RunFolder
 
 
 def run_lmcore(*words: object, **options) -> subprocess.CompletedProcess:
@@ -196,6 +199,39 @@ def test_own_texts_in_one_command(tmp_path, monkeypatch, capsys):
     assert cli.main(["train", "--data", "my_texts/", *options]) == EXIT_USER_ERROR
     assert "; choose another folder" in capsys.readouterr().err
     assert folder.exists()  # the run keeps its own
+
+
+def test_runs_are_compared(tmp_path, capsys):
+    def made(name: str, data: str, state: str, losses: list[float]) -> None:
+        run = RunFolder(tmp_path / name)
+        config = TrainConfig(data=f"data/{data}", steps=900)
+        run.path.mkdir(parents=True)
+        run.begin(config, {"device": "CPU"})
+        run.write_status(state, 100 * len(losses))
+        for number, loss in enumerate(losses, 1):
+            line = {"step": 100 * number, "tokens": 50_000 * number, "seconds": 1000.4 * number, "train_loss": 9.0}
+            run.append_metrics(line | ({"valid_loss": loss} if loss else {}))
+
+    made("b", "tales", "complete", [3.0, 2.0, 2.5])
+    made("deep/a", "tales", "running", [1.5])  # by no process
+    made("c", "other", "interrupted", [0, 0])
+    made("d", "tales", "complete", [1.0])
+    (tmp_path / "d" / "metrics.jsonl").write_text("}\n")
+    assert cli.main(["runs", str(tmp_path), "--plot", str(tmp_path / "curves.svg")]) == 0
+    head, *rows, written = capsys.readouterr().out.splitlines()
+    assert re.split(" {2,}", head) == list(COLUMNS)
+    damaged, *rows = (re.split(" {2,}", row) for row in rows)
+    assert damaged[0] == "d"
+    assert "metrics.jsonl line 1 is damaged" in damaged[1]
+    assert rows == [
+        ["c", "other", "interrupted", "200 of 900", "100,000", "2,001", "CPU"],
+        ["deep/a", "tales", "killed", "100 of 900", "50,000", "1.5000", "1.5000", "1,000", "CPU"],
+        ["b", "tales", "complete", "300 of 900", "150,000", "2.0000", "2.5000", "3,001", "CPU"],
+    ]
+    assert written == f"Written to {tmp_path / 'curves.svg'}."
+    picture = (tmp_path / "curves.svg").read_text()
+    assert all(f"<!--  {text} -->" in picture for text in ("deep/a", "b"))
+    assert cli.main(["runs", str(tmp_path / "deep" / "a" / "checkpoints")]) == EXIT_USER_ERROR
 
 
 def test_tokenizer_there_and_back(tmp_path, capsys):

@@ -39,3 +39,26 @@ def test_a_bar_where_it_is_watched_and_else_one_line_at_the_end(monkeypatch, cap
     assert "12/12" in said.err + said.out
     assert "loss 12" in said.err + said.out
     assert len(said.out.splitlines()) == (0 if watched else 1)
+
+
+def test_a_bar_moves_with_every_step_and_tells_the_time_that_is_left(monkeypatch, capfd):
+    clock = iter(range(1000))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
+    monkeypatch.setattr(progress, "in_jupyter", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    bar = Progress(40, "run")
+    for step in range(1, 21):
+        bar.move(step)
+    bar.close()
+    drawn = capfd.readouterr().err.split("\r")
+    for step in range(1, 21):
+        assert any(f" {step}/40 [" in line for line in drawn)
+    assert all("<?" not in line for line in drawn if " 10/40 [" in line)
+
+
+def test_lines_wait_for_an_update(capfd):
+    lines = Progress(2, "run")
+    lines.move(2)
+    assert capfd.readouterr().out == ""
+    lines.update(2)
+    assert "2/2" in capfd.readouterr().out

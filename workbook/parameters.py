@@ -89,11 +89,11 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 def locate(data: str) -> str:
     """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it has no text."""
     from lmcore.data.corpora import open_corpus
-    from lmcore.data.downloads import SOURCES
+    from lmcore.data.downloads import HUB, SOURCES
     from lmcore.data.prepared import is_prepared
 
     require_path("data", data)
-    if data in ("embedded", *SOURCES):
+    if data in ("embedded", *SOURCES) or data.startswith(HUB):
         return data
     there = is_prepared(data) or open_corpus(data).size > 0
     require(there, f"The data {data} are empty: there is no text.")

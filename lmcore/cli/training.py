@@ -5,7 +5,6 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +21,8 @@ from lmcore.stopping import stop_signals
 
 GENERATE_DEFAULTS = GenerateConfig()
 
-GPT2_VOCAB_SIZE = 50_257
+PRESETS = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
+"""What `--preset` names: a recipe, or the defaults with the model of a named size."""
 
 HELD_OUT_BYTES = 1_000_000
 """Most text that `lmcore train` holds out of texts without a validation file: all of it is read in each evaluation."""
@@ -96,7 +96,7 @@ def on_prepared(settings: TrainConfig, tokenizer: str | None, field: str, fixed:
     else:
         size = getattr(open_corpus(settings.data, CorpusConfig(field=field)), "size", 0)
         corpus = CorpusConfig(field=field, valid_fraction=min(0.1, HELD_OUT_BYTES / max(1, size)))
-        tokenizer = tokenizer or ("gpt2" if vocab_size == GPT2_VOCAB_SIZE else f"bpe:{vocab_size}")
+        tokenizer = tokenizer or ("gpt2" if vocab_size == 50_257 else f"bpe:{vocab_size}")
         folder = prepare(settings.data, tokenizer, config=corpus).folder
     vocab_size = vocab_size if fixed else read_manifest(folder)["vocab_size"]
     return replace(settings, data=str(folder), model__vocab_size=vocab_size)
@@ -104,21 +104,15 @@ def on_prepared(settings: TrainConfig, tokenizer: str | None, field: str, fixed:
 
 def presets_help() -> str:
     """The presets with their sizes."""
-    recipes = (
-        f"{name} ({millions(num_parameters(recipe.model))}, {millions(recipe.steps * recipe.tokens_per_step)})"
-        for name, recipe in RECIPES.items()
+    sizes = (
+        f"{name} ({', '.join(format_significant(size / 1e6) for size in (num_parameters(config.model), tokens))})"
+        for name, config in PRESETS.items()
+        for tokens in [config.steps * config.tokens_per_step]
     )
-    sizes = (f"{size} ({millions(num_parameters(model_config(size)))})" for size in MODEL_SIZES if size not in RECIPES)
     return (
-        "Settings to start from, with millions of parameters and of tokens that are read. On two cores, within "
-        f"15 minutes: {', '.join(islice(recipes, 2))}. On a GPU: {', '.join(recipes)}. The defaults with a model of "
-        f"another size: {', '.join(sizes)}."
+        "Settings to start from; smoke and laptop end within 15 minutes on two cores of a CPU. With millions of "
+        f"parameters, and of tokens that are read: {', '.join(sizes)}."
     )
-
-
-def millions(count: int) -> str:
-    """A number in millions, to three digits."""
-    return format_significant(count / 1e6)
 
 
 def evaluate(
@@ -200,10 +194,7 @@ def generate(
 
 
 def starting_config(arguments: Sequence[str]) -> TrainConfig:
-    """Settings that `lmcore train` starts from: those of --preset or --config, else the defaults.
-
-    A preset is a recipe, or the defaults with the model of a named size.
-    """
+    """Settings that `lmcore train` starts from: those of --preset or --config, else the defaults."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--preset")
     options.add_argument("--config")
@@ -213,7 +204,6 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
         require_path("--config", given.config)
         require_exists(given.config)
         return from_dict(TrainConfig, read_json(given.config))
-    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES | {None: TrainConfig()}
-    known = ", ".join(filter(None, presets))
-    require(given.preset in presets, f"There is no preset {given.preset!r}; choose one of {known}.")
-    return presets[given.preset]
+    known = ", ".join(PRESETS)
+    require(given.preset in (None, *PRESETS), f"There is no preset {given.preset!r}; choose one of {known}.")
+    return PRESETS.get(given.preset, TrainConfig())
