@@ -1,5 +1,6 @@
 """lmcore doctor: what it reports agrees with the machine it runs on; what is missing is said with what to do."""
 
+import subprocess
 import sys
 
 import pooch
@@ -28,3 +29,8 @@ def test_facts_are_this_machine(tmp_path, embedded_data, monkeypatch):
     assert "NSYS=off" in facts["nsys"]
     assert "manifest.json" in facts[str(tmp_path / "data" / "broken")]
     assert facts[str(tmp_path / "data" / "whole")] == f"{len(open_data(embedded_data).train):,} training tokens"
+
+
+def test_it_does_not_wait_for_pandas():
+    source = "import sys; from lmcore.cli.doctor import examine; examine(); sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0

@@ -8,13 +8,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmcore.errors import UserError, require
 from lmcore.files import not_a_pipe
-from lmcore.profiling.nsys.export import read_export
-from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import Trace
 from lmcore.profiling.processes import end_with_children
+
+if TYPE_CHECKING:  # pandas, which `lmcore doctor` does without, is imported when a trace is loaded
+    from lmcore.profiling.nsys.trace import Trace
 
 TIMEOUT = 1800.0
 """Seconds that a profiled program may take, with what nsys does after it; or an export."""
@@ -144,11 +145,14 @@ def last_words(log: Path) -> str:
     return lines[-1].strip() if lines else "nothing"
 
 
-def load_trace(path: str | os.PathLike) -> Trace:
+def load_trace(path: str | os.PathLike) -> "Trace":
     """The trace in a .sqlite export, a .nsys-rep, which is exported first, or a .json (.gz) of torch.profiler.
 
     Raises `UserError` as those steps do.
     """
+    from lmcore.profiling.nsys.export import read_export
+    from lmcore.profiling.nsys.torch_trace import read_torch_trace
+
     path = Path(path)
     if path.name.endswith((".json", ".json.gz")):
         return read_torch_trace(path)
