@@ -67,6 +67,18 @@ def imported_modules(folder: Path) -> set[str]:
     return names - set(sys.stdlib_module_names)
 
 
+def test_other_ways_in_have_the_same_pins():
+    """The development container, the page on installing, the citation; and Colab's notebook asks for an address."""
+    torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    for file in (".devcontainer/devcontainer.json", "docs/pages/guides/install.md"):
+        assert f"--torch-backend=cpu {torch}" in (ROOT / file).read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECTS["lmcore"]["project"]["version"]
+    cells = [cell.source for cell in nbformat.read(ROOT / "docs" / "colab.ipynb", 4).cells if cell.cell_type == "code"]
+    with pytest.raises(SystemExit, match="Set ADDRESS"):
+        exec("\n".join(cells), {})
+
+
 @pytest.mark.parametrize("folder", PROJECTS)
 def test_every_import_is_declared(folder):
     extras = ("dev", "data", "plot") if folder == "lmcore" else ()
