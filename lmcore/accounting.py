@@ -65,14 +65,11 @@ def matrix_multiplies(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     def per_layer(component: str, product: str, inner: int, columns: int, count: int = 1) -> MatrixMultiply:
         return MatrixMultiply(component, product, count * c.num_layers, tokens, inner, columns)
 
-    gated, kv_width = c.ffn == "swiglu", _kv_width(c)
-    if kv_width == c.d_model:
-        qkv = [per_layer("qkv_proj", "W_Q x, W_K x, W_V x", c.d_model, c.d_model, count=3)]
-    else:
-        qkv = [
-            per_layer("qkv_proj", "W_Q x", c.d_model, c.d_model),
-            per_layer("qkv_proj", "W_K x, W_V x", c.d_model, kv_width, count=2),
-        ]
+    qkv = [per_layer("qkv_proj", "W_Q x, W_K x, W_V x", c.d_model, c.d_model, count=3)]
+    if c.num_kv_heads is not None:
+        keys_values = per_layer("qkv_proj", "W_K x, W_V x", c.d_model, _kv_width(c), count=2)
+        qkv = [per_layer("qkv_proj", "W_Q x", c.d_model, c.d_model), keys_values]
+    gated = c.ffn == "swiglu"
     return [
         *qkv,
         MatrixMultiply("scores", "Q K^T", heads, seq, c.d_k, seq),
@@ -153,12 +150,6 @@ def least_step_bytes(config: Any, mode: str = "train_step") -> int:
     before_backward = weights + (2 if config.precision in ("bf16", "fp16") else 4) * least
     before_backward += (moments if config.steps > 1 else 0) + (weights if fused else 0)
     return max(before_backward, 2 * weights + moments)
-
-
-def kv_cache_values(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> int:
-    """Values that the KV cache holds for (batch_size, seq_len) tokens: keys and values of all layers."""
-    seq = config.context_length if seq_len is None else seq_len
-    return 2 * config.num_layers * batch_size * seq * _kv_width(config)
 
 
 def _kv_width(config: ModelConfig) -> int:

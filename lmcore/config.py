@@ -132,6 +132,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: str = "data/embedded"
     """Folder of a prepared corpus (`lmcore data prepare`)."""
+    init_from: str | None = None
+    """Run folder whose best weights the run begins with, such as an imported model; None: drawn at random."""
     batch_size: int = 32
     steps: int = 5000
     sampling: Literal["random", "epoch"] = "random"

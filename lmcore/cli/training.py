@@ -108,18 +108,18 @@ def generate(
         run: Run folder.
         settings: How to sample.
         prompt: Texts to continue; empty: the beginning of a document.
-        tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
+        tokenizer: gpt2 or a tokenizer's folder; by default the one of the run.
         device: auto, cpu, mps, cuda or cuda:N.
     """
     from lmcore.checkpoint import load_model
-    from lmcore.data import load_tokenizer, open_data
+    from lmcore.data import load_tokenizer
     from lmcore.device import select_device
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
-    codec = load_tokenizer(tokenizer) if tokenizer else open_data(folder.config().data).tokenizer
+    codec = load_tokenizer(tokenizer) if tokenizer else folder.tokenizer()
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n", file=text_output())
