@@ -1,7 +1,7 @@
 """`TransformerLM` and Llama (Touvron et al. 2023): one table of names and one order of rows, used in both directions.
 
 Both rotate pairs of a head's features by the same angles. lmcore and GGUF pair neighbors, (x0, x1), (x2, x3), … (Su et
-al. 2021); `rotate_half` of transformers' modeling_llama.py pairs halves, (x0, x_{d/2}), … The rows of W_q and W_k stand
+al. 2021); `rotate_half` of transformers' modeling_llama.py pairs halves, (x0, x[d/2]), … The rows of W_q and W_k stand
 in another order there, and scores are the same.
 """
 
