@@ -24,7 +24,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     c, (norms, head_norms) = config, _norms(config)
     return {
         "token_embeddings": c.vocab_size * c.d_model,
-        "attention": c.num_layers * 4 * c.d_model**2,
+        "attention": c.num_layers * 2 * c.d_model * (c.d_model + _kv_width(c)),
         "ffn": c.num_layers * (3 if c.ffn == "swiglu" else 2) * c.d_model * c.d_ff,
         "norms": norms * c.d_model + head_norms * c.d_k,
         "lm_head": 0 if c.tie_embeddings else c.vocab_size * c.d_model,
@@ -65,9 +65,13 @@ def matrix_multiplies(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     def per_layer(component: str, product: str, inner: int, columns: int, count: int = 1) -> MatrixMultiply:
         return MatrixMultiply(component, product, count * c.num_layers, tokens, inner, columns)
 
+    qkv = [per_layer("qkv_proj", "W_Q x, W_K x, W_V x", c.d_model, c.d_model, count=3)]
+    if c.num_kv_heads is not None:
+        keys_values = per_layer("qkv_proj", "W_K x, W_V x", c.d_model, _kv_width(c), count=2)
+        qkv = [per_layer("qkv_proj", "W_Q x", c.d_model, c.d_model), keys_values]
     gated = c.ffn == "swiglu"
     return [
-        per_layer("qkv_proj", "W_Q x, W_K x, W_V x", c.d_model, c.d_model, count=3),
+        *qkv,
         MatrixMultiply("scores", "Q K^T", heads, seq, c.d_k, seq),
         MatrixMultiply("weighted_sum", "softmax(...) V", heads, seq, seq, c.d_k),
         per_layer("output_proj", "W_O heads", c.d_model, c.d_model),
@@ -112,7 +116,7 @@ def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     logits = batch_size * seq * c.vocab_size
     return {
         "norms": sum(_norms(c)) * stream,
-        "qkv_proj": 3 * c.num_layers * stream,
+        "qkv_proj": c.num_layers * batch_size * seq * (c.d_model + 2 * _kv_width(c)),
         "scores": c.num_layers * pairs,
         "softmax": c.num_layers * pairs,
         "weighted_sum": c.num_layers * stream,
@@ -146,6 +150,11 @@ def least_step_bytes(config: Any, mode: str = "train_step") -> int:
     before_backward = weights + (2 if config.precision in ("bf16", "fp16") else 4) * least
     before_backward += (moments if config.steps > 1 else 0) + (weights if fused else 0)
     return max(before_backward, 2 * weights + moments)
+
+
+def _kv_width(config: ModelConfig) -> int:
+    """Features of a token's keys, and of its values, over all heads."""
+    return config.d_model if config.num_kv_heads is None else config.num_kv_heads * config.d_k
 
 
 def _norms(config: ModelConfig) -> tuple[int, int]:

@@ -167,7 +167,7 @@ def save_weights(
     state = model.state_dict() if state is None else state
     weights = {key: value.detach().cpu().contiguous() for key, value in sorted(state.items())}
     if model.config.tie_embeddings:
-        del weights["lm_head.weight"]  # the alias of the embeddings, which safetensors refuses
+        weights.pop("lm_head.weight", None)  # the alias of the embeddings, which safetensors refuses
     metadata = {"model_config": json.dumps(asdict(model.config)), "digest": digest(weights)}
     metadata |= {key: json.dumps(value) for key, value in notes.items()}
     with atomic_write(path) as file:  # `save_file` would make another file, which only this user may read

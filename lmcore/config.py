@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=Any)
 class ModelConfig:
     """Architecture of a Transformer language model (CSE599-O A1 section 3).
 
-    The defaults are the handout's TinyStories model. The switches below `rope_theta` serve the ablations of
+    The defaults are the handout's TinyStories model. The switches below `norm_eps` serve the ablations of
     section 7.3 and the training recipes, the last two the measurements of CS336 A2; all are off by default.
     """
 
@@ -29,7 +29,10 @@ class ModelConfig:
     num_layers: int = 4
     num_heads: int = 16
     d_ff: int = 1344
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each shared by as many heads of queries (Ainslie et al. 2023); None: `num_heads`."""
     rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
     norm: Literal["pre", "post", "none"] = "pre"
     position: Literal["rope", "sinusoidal", "none"] = "rope"
     ffn: Literal["swiglu", "silu"] = "swiglu"
@@ -50,8 +53,10 @@ class ModelConfig:
 
     def __post_init__(self):
         sizes = "vocab_size context_length d_model num_layers num_heads d_ff"
-        check_fields(self, positive=f"{sizes} rope_theta embedding_init_std checkpoint_every")
+        check_fields(self, positive=f"{sizes} num_kv_heads rope_theta norm_eps embedding_init_std checkpoint_every")
         require(self.d_model % self.num_heads == 0, f"num_heads={self.num_heads} must divide d_model={self.d_model}.")
+        shared = self.num_heads % self.kv_heads == 0
+        require(shared, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}.")
         features = {"rope": self.d_k, "sinusoidal": self.d_model}.get(self.position, 0)  # of a head, or of the model
         require(features % 2 == 0, f"position={self.position} needs an even number of features, not {features}.")
         require(not self.parallel or self.norm == "pre", f"Parallel blocks are pre-norm, not norm={self.norm}.")
@@ -61,6 +66,11 @@ class ModelConfig:
     def d_k(self) -> int:
         """Size of one attention head."""
         return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
 
 
 SHAPES = {  # d_model, d_ff, num_layers, num_heads
@@ -122,6 +132,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: str = "data/embedded"
     """Folder of a prepared corpus; or a source of `lmcore data prepare`, which the command prepares first."""
+    init_from: str | None = None
+    """Run folder whose best weights the run begins with, such as an imported model; None: drawn at random."""
     batch_size: int = 32
     steps: int = 5000
     sampling: Literal["random", "epoch"] = "random"

@@ -79,6 +79,21 @@ def temporary_folder(prefix: str, parent: str | os.PathLike | None = None) -> It
         yield Path(name)
 
 
+@contextmanager
+def new_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """A folder that becomes `path` if the block ends without an error. Raises `UserError` if there is such a path."""
+    path = Path(path)
+    require(not os.path.lexists(path), f"{path} is there already; choose another folder, or remove it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(f".{path.name}-", path.parent) as temporary:
+            (new := temporary / "new").mkdir()
+            yield new
+            new.rename(path)
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
 def remove_abandoned(paths: Iterable[Path]) -> None:
     """Removes those of the temporary files and folders that no living process holds."""
     for path in paths:

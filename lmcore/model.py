@@ -144,7 +144,10 @@ def causal_mask(num_queries: int, num_keys: int, device=None) -> Bool[Tensor, "q
 
 
 class CausalMultiHeadSelfAttention(nn.Module):
-    """Multi-head self-attention in which no position sees a later one (section 3.5.5; Vaswani et al. 2017)."""
+    """Multi-head self-attention in which no position sees a later one (section 3.5.5; Vaswani et al. 2017).
+
+    With fewer `num_kv_heads`, each head of keys and values serves a group of query heads (Ainslie et al. 2023).
+    """
 
     def __init__(
         self,
@@ -155,20 +158,23 @@ class CausalMultiHeadSelfAttention(nn.Module):
         dtype=None,
         kernel: str = "plain",  # as `ModelConfig.attention`; masks of one's own are the plain definition's
         qk_norm: bool = False,
+        num_kv_heads: int | None = None,
+        norm_eps: float = 1e-5,
     ):
         super().__init__()
         require(d_model % num_heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
-        self.num_heads = num_heads
+        self.group = num_heads // (num_kv_heads or num_heads)  # query heads for each head of keys and values
+        self.d_k = d_k = d_model // num_heads
         self.rope = rope
         self.kernel = None if kernel == "plain" else named(ATTENTION_KERNELS[kernel])
         self.q_proj = Linear(d_model, d_model, device=device, dtype=dtype)
-        self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
-        self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
+        self.k_proj = Linear(d_model, d_model // self.group, device=device, dtype=dtype)
+        self.v_proj = Linear(d_model, d_model // self.group, device=device, dtype=dtype)
         self.output_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.qk_norm = qk_norm
         if qk_norm:
-            self.q_norm = RMSNorm(d_model // num_heads, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(d_model // num_heads, device=device, dtype=dtype)
+            self.q_norm = RMSNorm(d_k, norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(d_k, norm_eps, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -180,11 +186,11 @@ class CausalMultiHeadSelfAttention(nn.Module):
         """Attends within `x`, or within `cache` and `x`. `mask` defaults to the causal one, positions to 0, 1, …
 
         A mask is (seq, keys), or has the leading dimensions of `x` and then serves every head alike. A cache has
-        `append(k, v)`, which adds (B, H, T, K) keys and values of new positions and returns those of all positions so
-        far: see `lmcore.generate.KVCache`.
+        `append(k, v)`, which adds (B, H, T, K) keys and values of new positions, H the heads that these have, and
+        returns those of all positions so far: see `lmcore.generate.KVCache`.
         """
         q, k, v = (
-            rearrange(proj(x), "... seq (heads d_k) -> ... heads seq d_k", heads=self.num_heads)
+            rearrange(proj(x), "... seq (heads d_k) -> ... heads seq d_k", d_k=self.d_k)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
@@ -201,6 +207,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if self.group > 1:
+            k, v = k.repeat_interleave(self.group, dim=-3), v.repeat_interleave(self.group, dim=-3)
         if self.kernel is not None and mask is None and q.shape[-2] == k.shape[-2]:
             return self.kernel(q, k, v)
         if mask is None:
@@ -223,13 +231,14 @@ class TransformerBlock(nn.Module):
         self.norm, self.parallel, self.dropout = c.norm, c.parallel, c.dropout
         feed_forward = {"swiglu": SwiGLU, "silu": SiLUFeedForward}[c.ffn]
         self.attn = CausalMultiHeadSelfAttention(
-            c.d_model, c.num_heads, rope, **place, kernel=c.attention, qk_norm=c.qk_norm
-        )
+            c.d_model, c.num_heads, rope, **place, kernel=c.attention, qk_norm=c.qk_norm, num_kv_heads=c.num_kv_heads,
+            norm_eps=c.norm_eps,
+        )  # fmt: skip
         self.ffn = feed_forward(c.d_model, c.d_ff, **place)
         if c.norm != "none":
-            self.ln1 = RMSNorm(c.d_model, **place)
+            self.ln1 = RMSNorm(c.d_model, c.norm_eps, **place)
             if not c.parallel:
-                self.ln2 = RMSNorm(c.d_model, **place)
+                self.ln2 = RMSNorm(c.d_model, c.norm_eps, **place)
 
     def forward(
         self,
@@ -295,7 +304,7 @@ class TransformerLM(nn.Module):
             self.register_buffer("position_embeddings", positions, persistent=False)
         self.layers = nn.ModuleList(TransformerBlock(c, rope, **place) for _ in range(c.num_layers))
         if c.norm == "pre":  # post-norm blocks end in a norm of their own
-            self.ln_final = RMSNorm(c.d_model, **place)
+            self.ln_final = RMSNorm(c.d_model, c.norm_eps, **place)
         self.lm_head = Linear(c.d_model, c.vocab_size, **place)
         if c.tie_embeddings:
             self.lm_head.weight = self.token_embeddings.weight

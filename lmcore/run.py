@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -15,6 +15,10 @@ from lmcore.config import TrainConfig, differing, from_dict, to_dict
 from lmcore.errors import UserError, require
 from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write_json
 from lmcore.provenance import utc_now
+
+if TYPE_CHECKING:  # commands that list runs do without PyTorch
+    from lmcore.model import TransformerLM
+    from lmcore.tokenizer import Tokenizer
 
 FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy"}
 """Fields that a resumed run may change: they move numbers by no more than rounding (data has its fingerprint)."""
@@ -46,6 +50,7 @@ class RunFolder:
         self.checkpoint_folder = self.path / "checkpoints"
         self.best_weights = self.checkpoint_folder / "best.safetensors"
         self.last_weights = self.checkpoint_folder / "last.safetensors"
+        self.tokenizer_folder = self.path / "tokenizer"  # of an imported model
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -75,6 +80,14 @@ class RunFolder:
             f"put back what {self.environment_file.name} notes, or choose another folder.",
         )
         return config
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of an imported model, else that of the run's data."""
+        from lmcore.data import open_data
+        from lmcore.tokenizer import Tokenizer
+
+        imported = self.tokenizer_folder.is_dir()
+        return Tokenizer.load(self.tokenizer_folder) if imported else open_data(self.config().data).tokenizer
 
     def begin(self, config: TrainConfig, environment: dict[str, Any]) -> RunResult | None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
@@ -218,6 +231,31 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def require_initial_weights(config: TrainConfig, run: RunFolder) -> None:
+    """Raises `UserError` unless the run that `config.init_from` names is another one, with weights of this model."""
+    from lmcore.checkpoint import require_same
+
+    if config.init_from is not None:
+        source = RunFolder(config.init_from)
+        other = source.path.resolve() != run.path.resolve()
+        require(other, f"{run.path} holds the weights to begin with (init_from); train in another run folder.")
+        require(source.best_weights.is_file(), f"There are no weights {source.best_weights}, which init_from names.")
+        free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
+        there, here = to_dict(source.config().model), to_dict(config.model)
+        require_same(there | {name: here[name] for name in free}, here, str(source.path))
+
+
+def initial_model(config: TrainConfig, run: RunFolder) -> "TransformerLM":
+    """The model before the first step; if there are checkpoints, they have its weights."""
+    from lmcore.checkpoint import load_model
+    from lmcore.model import TransformerLM
+
+    model = TransformerLM(config.model)
+    if config.init_from is not None and not run.checkpoints():
+        model.load_state_dict(load_model(RunFolder(config.init_from).best_weights).state_dict())
+    return model
 
 
 # What a run resumes from: the newest checkpoint that is whole and leads to the best weights, too

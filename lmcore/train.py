@@ -31,11 +31,10 @@ from lmcore.errors import NO_ROOM, OutOfMemory, UserError, require
 from lmcore.evaluate import validation
 from lmcore.files import remove
 from lmcore.metrics import AsyncMetrics, Diverged, Meter
-from lmcore.model import TransformerLM
 from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.run import RunFolder, RunResult, flatten, newest_checkpoint
+from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_initial_weights
 from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
@@ -68,6 +67,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
                         device = ranks.device(config.device)
                         data = open_data(config.data).evaluated_on(config.evaluate_on)
                         check_data(config, data)
+                        require_initial_weights(config, run)
                     same = {"data": data.fingerprint, "the run folder": str(run.path)}
                     ranks.require_same(flatten(to_dict(config)) | same)
                 with ranks.checked():
@@ -162,7 +162,7 @@ class Trainer:
         self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, ranks: OneRank = ALONE
     ):
         self.config, self.data, self.run, self.device, self.ranks = config, data, run, device, ranks
-        self.update, reason = training_step(TransformerLM(config.model).to(device), config, ranks.size)
+        self.update, reason = training_step(initial_model(config, run).to(device), config, ranks.size)
         if ranks.rank:  # weights come from rank 0; dropout differs
             torch.manual_seed(config.seed + 7919 * ranks.rank)
         if reason is not None and ranks.is_first:

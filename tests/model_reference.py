@@ -29,13 +29,13 @@ def reference_attention(config: ModelConfig, weights: Weights, x: Tensor) -> Ten
     batch, seq, d_model = x.shape
     heads = {}
     for name in "qkv":
-        y = F.linear(x, weights[f"{name}_proj.weight"]).view(batch, seq, config.num_heads, config.d_k).transpose(1, 2)
+        y = F.linear(x, weights[f"{name}_proj.weight"]).view(batch, seq, -1, config.d_k).transpose(1, 2)
         if name != "v" and config.qk_norm:
-            y = F.rms_norm(y, (config.d_k,), weights[f"{name}_norm.weight"], eps=1e-5)
+            y = F.rms_norm(y, (config.d_k,), weights[f"{name}_norm.weight"], eps=config.norm_eps)
         if name != "v" and config.position == "rope":
             y = rotate_as_complex_numbers(y, torch.arange(seq), config.rope_theta)
         heads[name] = y
-    mixed = F.scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True)
+    mixed = F.scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True, enable_gqa=True)
     return F.linear(mixed.transpose(1, 2).reshape(batch, seq, d_model), weights["output_proj.weight"])
 
 
@@ -43,7 +43,7 @@ def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     """One Transformer block of (batch, seq, d_model); `weights` is a block's state dict."""
 
     def norm(y: Tensor, name: str) -> Tensor:
-        return F.rms_norm(y, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
+        return F.rms_norm(y, (config.d_model,), weights[f"{name}.weight"], eps=config.norm_eps)
 
     def feed_forward(y: Tensor) -> Tensor:
         hidden = F.silu(F.linear(y, weights["ffn.w1.weight"]))
@@ -74,7 +74,7 @@ def reference_logits(config: ModelConfig, weights: Weights, token_ids: Tensor) -
     for n in range(config.num_layers):
         x = reference_block(config, part_of(weights, f"layers.{n}"), x)
     if config.norm == "pre":
-        x = F.rms_norm(x, (config.d_model,), weights["ln_final.weight"], eps=1e-5)
+        x = F.rms_norm(x, (config.d_model,), weights["ln_final.weight"], eps=config.norm_eps)
     return F.linear(x, weights["lm_head.weight"])
 
 

@@ -78,6 +78,8 @@ def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys):
     assert said.out == ""  # which belongs to the text
     assert said.err.count("\n") == 1
     assert "norm=post, position=sinusoidal" in said.err
+    grouped = build(num_kv_heads=1, norm_eps=1e-6).config
+    assert unsupported_reason(grouped, torch.bfloat16) == "num_kv_heads=1, norm_eps=1e-06"
     assert unsupported_reason(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
 
 

@@ -9,7 +9,7 @@ from tokenizer_reference import BYTES
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.generate import generate, generate_text
+from lmcore.generate import CachedForward, generate, generate_text
 from lmcore.model import TransformerLM
 from lmcore.sampling import sample_next
 
@@ -58,6 +58,16 @@ def naive(model, prompt, config, eot_id=None):
         if len(window) > model.config.context_length:
             window = window[-(model.config.context_length // 2) :]
     return output
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_cache_of_grouped_heads_is_as_much_smaller(kv_heads):
+    model, config = build(num_kv_heads=kv_heads), GenerateConfig(max_new_tokens=20, temperature=0)
+    assert generate(model, PROMPTS, config) == generate(model, PROMPTS, replace(config, kv_cache=False))
+    forward = CachedForward(model, num_rows=2, num_slots=CONTEXT)
+    with torch.no_grad():
+        forward([0, 1], [[1, 2], [3]])
+    assert {cache.keys.shape for cache in forward.caches} == {(2, kv_heads, CONTEXT, 8)}
 
 
 SETTINGS = [

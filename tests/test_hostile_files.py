@@ -29,7 +29,7 @@ from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.run import RunFolder
 from lmcore.text import read_text
 from lmcore.tokenizer import Tokenizer
-from lmcore.tokenizer.files import find_files, read_merges
+from lmcore.tokenizer.files import read_merges
 from lmcore.train import train
 from workbook.jobs import load_site
 from workbook.parameters import read_mapping
@@ -156,7 +156,7 @@ OTHERS = {
     "b.txt": lambda path: open_corpus(path.parent),
     "encoder.json": lambda path: Tokenizer.load(path.parent),
     "vocab.json": lambda path: load_gpt2(path.parent),
-    "tokenizer.json": lambda path: BYTES.save(path.parent) or find_files(path.parent),
+    "tokenizer.json": lambda path: Tokenizer.load(path.parent),
     "profile.json": read_torch_trace,
     "profile.sqlite": read_export,
     "manifest.json": lambda path: open_data(path.parent),

@@ -36,6 +36,10 @@ SWITCHES += [
     for qk_norm, parallel, position in itertools.product((False, True), (False, True), ("rope", "none"))
     if qk_norm or parallel
 ]
+GROUPED = [
+    {"num_kv_heads": heads, "d_model": 32, "num_heads": 4, "norm_eps": 1e-2, "qk_norm": heads == 2, "attention": name}
+    for heads, name in ((1, "plain"), (2, "plain"), (4, "plain"), (1, "sdpa"), (2, "flash"))
+]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -54,7 +58,7 @@ def built(config: ModelConfig, seed: int = 0, **place) -> TransformerLM:
     return model
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("switches", SWITCHES + GROUPED, ids=lambda s: "-".join(map(str, s.values())))
 def test_whole_model_equals_the_second_model(switches):
     """Also, no logit depends on a later token, and every parameter gets a gradient."""
     config = replace(TINY, **switches)

@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 from tyro.extras import SubcommandApp
 
-from lmcore.cli import benchmark, data, doctor, memory, nsys, runs, training
+from lmcore.cli import benchmark, data, doctor, exchange, memory, nsys, runs, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -32,7 +32,7 @@ Application = Callable[[Sequence[str]], Commands]
 def application(arguments: Sequence[str]) -> Commands:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
-    trained = (training.train_command(base), training.evaluate, training.generate)
+    trained = (training.train_command(base), training.evaluate, training.generate, exchange.export, exchange.import_)
     groups = {
         "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
@@ -42,7 +42,7 @@ def application(arguments: Sequence[str]) -> Commands:
 
 def by_name(*functions: Command) -> dict[str, Command]:
     """Functions as commands."""
-    return {function.__name__: function for function in functions}
+    return {function.__name__.removesuffix("_"): function for function in functions}
 
 
 def chosen(commands: Commands, arguments: Sequence[str], prog: str) -> Callable[[], int]:

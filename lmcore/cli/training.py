@@ -162,10 +162,10 @@ def generate(
         run: Run folder.
         settings: How to sample.
         prompt: Texts to continue; empty: the beginning of a document.
-        tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
+        tokenizer: gpt2 or a tokenizer's folder; by default the one of the run.
         device: auto, cpu, mps, cuda or cuda:N.
     """
-    from lmcore.data import load_tokenizer, open_data
+    from lmcore.data import load_tokenizer
 
     prompt = tuple(utf8_text(prompt))
     require_exists(run)
@@ -177,7 +177,7 @@ def generate(
 
     folder = RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
-    codec = codec or open_data(folder.config().data).tokenizer
+    codec = codec or folder.tokenizer()
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n", file=text_output())

@@ -29,6 +29,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """As `lmcore.fast.support` says it of training, but without dropout and backward pass; norms and RoPE alone."""
     found = [unsupported_in_training(replace(config, dropout=0.0), precision_of(dtype))]
     found += [f"{name}=none" for name in ("norm", "position") if getattr(config, name) == "none"]
+    found += [f"norm_eps={config.norm_eps}"] * (config.norm_eps != ops.EPS)
     return ", ".join(filter(None, found)) or None
 
 

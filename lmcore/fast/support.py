@@ -26,6 +26,7 @@ def unsupported_reason(config: ModelConfig, precision: str, ranks: int = 0) -> s
         f"norm={config.norm}": config.norm == "post",
         f"position={config.position}": config.position == "sinusoidal",
         "qk_norm": config.qk_norm,
+        f"num_kv_heads={config.num_kv_heads}": config.kv_heads != config.num_heads,
         "parallel blocks": config.parallel,
         f"ffn={config.ffn}": config.ffn != "swiglu",
         f"dropout={config.dropout}": config.dropout > 0,

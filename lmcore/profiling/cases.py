@@ -6,10 +6,12 @@ Nothing here imports PyTorch: commands show these options in their help.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, check_fields, from_dict, model_config, replace
 from lmcore.errors import require, require_seed
+from lmcore.files import read_json
 
 Mode = Literal["forward", "forward_backward", "train_step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -107,11 +109,15 @@ class GridConfig:
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    run: str | None = None
+    """Run folder whose model is measured, such as an imported one; instead of sizes and --model options."""
 
     def __post_init__(self):
         check_fields(self)
         require(bool(self.precision and self.mode), "Give at least one precision and at least one mode.")
         defaults = ModelConfig()
+        alone = self.run is None or (not self.size and self.model == defaults)
+        require(alone, "--run has a model of its own: give neither --size nor --model options beside it.")
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
@@ -140,10 +146,11 @@ def grid_cases(grid: GridConfig, **common: Any) -> dict[str, WorkloadConfig]:
     common = {f.name: getattr(grid, f.name) for f in fields(WorkloadConfig) if hasattr(grid, f.name)} | common
     fused, cases = common.get("ops") == "fused", {}
     common["compile"] = common.get("compile", False) and not fused
-    others = {name: value for name, value in vars(grid.model).items() if name not in MODEL_SIZES["small"]}
-    models = {size: model_config(size, **others) for size in grid.size} or {None: grid.model}
-    contexts = grid.context_length or (grid.model.context_length,)
-    attentions = ("flash",) if fused else getattr(grid, "attention", ()) or (grid.model.attention,)
+    own = from_dict(ModelConfig, read_json(Path(grid.run, "config.json")).get("model")) if grid.run else grid.model
+    others = {name: value for name, value in vars(own).items() if name not in MODEL_SIZES["small"]}
+    models = {size: model_config(size, **others) for size in grid.size} or {None: own}
+    contexts = grid.context_length or (own.context_length,)
+    attentions = ("flash",) if fused else getattr(grid, "attention", ()) or (own.attention,)
     for (size, model), *ways in itertools.product(models.items(), contexts, attentions, grid.precision, grid.mode):
         context, attention, precision, mode = ways
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, mode]

@@ -29,13 +29,13 @@ from lmcore.profiling.timing import Timer
 
 ELEMENTWISE_FLOPS = {
     "RMSNorm": 4,  # of an element: square, sum, division by the root, gain
-    "RoPE": 6,  # of an element of queries and one of keys: four products and two sums for each pair of them
+    "RoPE": 3,  # of an element of queries or keys: four products and two sums for each pair of them
     "scale, mask, softmax": 7,  # of a score: scale, mask, maximum, difference, exponential, sum, division
     "SiLU and gate": 6,  # of a hidden value: sign, exponential, sum, division, product; product with the gate
     "residual addition": 1,
     "cross-entropy": 4,  # of a logit: maximum, difference, exponential, sum
 }
-"""Operations for each element of the component's first input."""
+"""Operations for each element of the component's first input, of RoPE's first two."""
 
 Part = tuple[dict[str, Any], Callable[..., Any], tuple[Tensor, ...]]
 """A part of the model that can be run alone: what the table says of it, a function or module, and its inputs."""
@@ -90,15 +90,16 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
     def tokens(width: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(batch, time, width, device=device).to(dtype)
 
-    def heads(width: int = c.d_k) -> Tensor:
-        return torch.randn(batch, c.num_heads, time, width, device=device).to(dtype)
+    def heads(width: int = c.d_k, number: int = c.num_heads) -> Tensor:
+        return torch.randn(batch, number, time, width, device=device).to(dtype)
 
     def distribution(scores: Tensor, mask: Tensor) -> Tensor:
         masked = (scores / math.sqrt(c.d_k)).masked_fill(~mask, float("-inf"))
         return softmax(at_least_float32(masked), dim=-1).to(dtype)
 
     def part(name: str, part_of: str, run: Callable[..., Any], inputs: tuple, flops: int = 0, **more: Any) -> Part:
-        kind, flops = ("matmul", flops) if flops else ("elementwise", ELEMENTWISE_FLOPS[name] * inputs[0].numel())
+        elements = sum(x.numel() for x in inputs[: 2 if name == "RoPE" else 1])
+        kind, flops = ("matmul", flops) if flops else ("elementwise", ELEMENTWISE_FLOPS[name] * elements)
         row = {"component": name, "part_of": part_of, "kind": kind, "count": c.num_layers, "direction": "forward"}
         return row | {"flops": flops} | more, run, inputs
 
@@ -110,11 +111,11 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
         norms = accounting.parameter_counts(c)["norms"] // c.d_model
         yield part("RMSNorm", "block", RMSNorm(c.d_model, device=device), x, count=norms)
     yield part("residual addition", "block", torch.add, (*x, tokens(c.d_model)), count=2 * c.num_layers)
-    weights = [linear(c.d_model, c.d_model).weight for _ in range(3)]
+    weights = [linear(c.d_model, number * c.d_k).weight for number in (c.num_heads, c.kv_heads, c.kv_heads)]
     yield part("Q, K, V projections", "attention", beside, (*x, *weights), flops=flops["qkv_proj"])
     if c.position == "rope":
         rope = RotaryPositionalEmbedding(c.rope_theta, c.d_k, time, device=device)
-        yield part("RoPE", "attention", rotated, (heads(), heads(), rope.cos, rope.sin))
+        yield part("RoPE", "attention", rotated, (heads(), heads(number=c.kv_heads), rope.cos, rope.sin))
     yield part("scores", "attention", lambda q, k: q @ k.transpose(-2, -1), (heads(), heads()), flops=flops["scores"])
     yield part("scale, mask, softmax", "attention", distribution, (heads(time), causal_mask(time, time, device=device)))
     yield part("weighted sum", "attention", torch.matmul, (heads(time), heads()), flops=flops["weighted_sum"])

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcore.errors import UserError, require
-from lmcore.files import read_json, write_json
+from lmcore.files import not_a_pipe, read_json, write_json
 from lmcore.text import END_OF_TEXT
-from lmcore.tokenizer import files, pretokenize
+from lmcore.tokenizer import files, hugging_face, pretokenize
 from lmcore.tokenizer.pretokenize import GPT2_PATTERN, chunks, pretokens
 from lmcore.tokenizer.train import available_cores
 
@@ -105,7 +105,8 @@ class Tokenizer:
             if special.encode() not in self._ids:
                 new = max(self.vocab) + 1
                 self.vocab[new], self._ids[special.encode()] = special.encode(), new
-        self._special_ids = {token: self._ids[token.encode()] for token in self.special_tokens}
+        self.special_ids = {token: self._ids[token.encode()] for token in self.special_tokens}
+        """Id of each special token."""
         self._special_pattern = pretokenize.special_pattern(self.special_tokens)
         self._ranks: dict[tuple[int, int], int] = {}
         for rank, (left, right) in enumerate(self.merges):
@@ -148,7 +149,7 @@ class Tokenizer:
         text, ids = well_formed(text), []
         for place, part in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
             if place % 2:
-                ids.append(self._special_ids[part])
+                ids.append(self.special_ids[part])
                 continue
             for chunk in chunks(part):
                 ids += self._cache.get(chunk) or self._encode_chunk(chunk)
@@ -217,10 +218,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Tokenizer":
-        """Reads what `save` wrote, or files as in `from_files`.
+        """Reads `tokenizer.json`, or what `save` wrote, or files as in `from_files`.
 
-        Without `special_tokens.json`, `<|endoftext|>` is special if the vocabulary has it.
+        Without a list of special tokens, `<|endoftext|>` is special if the vocabulary has it.
         """
+        if not_a_pipe(path := Path(folder) / hugging_face.FILE).is_file():
+            return cls(*hugging_face.read_tokenizer_json(path))
         vocab_path, merges_path = files.find_files(folder)
         vocab, merges = files.read_vocab(vocab_path), files.read_merges(merges_path)
         special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in vocab.values() else []
@@ -250,4 +253,4 @@ class Tokenizer:
             "merges or a token can be made in two ways; encode with Tokenizer.encode.",
         )
         name = f"lmcore-{self.fingerprint[:16]}"
-        return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self._special_ids)
+        return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_ids)

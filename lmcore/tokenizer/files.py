@@ -38,19 +38,11 @@ def from_printable(text: str, path: str | os.PathLike) -> bytes:
 
 
 def find_files(folder: str | os.PathLike) -> tuple[Path, Path]:
-    """Vocabulary and merges in `folder`, by the first pair of `FILE_NAMES` that is there.
-
-    Raises `UserError` if none is, or where a `tokenizer.json` beside them splits text by another pattern than GPT-2's.
-    """
+    """Vocabulary and merges in `folder`, by the first pair of `FILE_NAMES` that is there; `UserError` if none is."""
     pairs = [(Path(folder) / vocab, Path(folder) / merges) for vocab, merges in FILE_NAMES]
     found = [pair for pair in pairs if all(not_a_pipe(path).is_file() for path in pair)]
     names = ", nor ".join(" and ".join(pair) for pair in FILE_NAMES)
     require(bool(found), f"There is no tokenizer in {folder}: it has neither {names}.")
-    if not_a_pipe(path := Path(folder) / "tokenizer.json").is_file():
-        whole = read_json(path)
-        split = whole.get("pre_tokenizer") if isinstance(whole, dict) else None
-        known = isinstance(split, dict) and split.get("type") == "ByteLevel" and split.get("use_regex", True) is True
-        require(known, f"{path} splits text by another pattern than GPT-2's, the only one known here.")
     return found[0]
 
 

@@ -1,0 +1,1 @@
+"""Weights in and out: Hugging Face's Llama folders and GGUF files."""
