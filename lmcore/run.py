@@ -17,7 +17,7 @@ from lmcore.errors import UserError, require
 from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write_json
 from lmcore.provenance import utc_now
 
-FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy"}
+FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy", "tracker"}
 """Fields that a resumed run may change: they move numbers by no more than rounding (data has its fingerprint)."""
 
 SECONDS_TO_WAIT = 1.0
