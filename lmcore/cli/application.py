@@ -11,7 +11,7 @@ from typing import Any
 
 from tyro.extras import SubcommandApp
 
-from lmcore.cli import benchmark, data, doctor, memory, nsys, training
+from lmcore.cli import benchmark, chat, data, doctor, memory, nsys, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -24,7 +24,7 @@ Application = Callable[[Sequence[str]], SubcommandApp]
 def application(arguments: Sequence[str]) -> SubcommandApp:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
-    trained = (training.train_command(base), training.evaluate, training.generate)
+    trained = (training.train_command(base), training.evaluate, training.generate, chat.chat, chat.play)
     groups = {
         "data": ("Prepare and look at corpora.", (data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
