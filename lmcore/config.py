@@ -155,6 +155,8 @@ class TrainConfig:
     """whole: one file; sharded: a folder to which each process writes its part. Both load on any number of them."""
     keep_weights: bool = True
     """False: of a complete run only the metrics stay, as for a sweep of many runs."""
+    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    """What gets every metrics line, too; each is an extra of its name. Its failure is a warning, the run goes on."""
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     ops: Literal["plain", "fused"] = "plain"

@@ -117,6 +117,7 @@ def generate(
     eot_id: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
     num_ids: int | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Samples a continuation of every prompt (lists of token ids, of any lengths), all in one batch.
 
@@ -126,6 +127,7 @@ def generate(
     - A window that has outgrown the model's context is cut to its last `context_length // 2` tokens, with positions
       from 0 again, and grows from there: with and without the KV cache.
     - `on_token(row, id)` is called as soon as a token is there, with `config.ops` "fused" a few tokens later.
+    - `on_logits(logits)` is called before each draw with the logits of the rows that go on, with plain operations.
     - Ids from `num_ids` on are never sampled (a model's vocabulary may be padded to a round size).
     - With `config.ops` "fused" the decoder of `lmcore.fast` makes the same tokens (up to rounding of the logits) where
       it covers the model; a line on stderr says where it does not.
@@ -142,7 +144,7 @@ def generate(
     device = next(model.parameters()).device
     if config.precision != "fp32":
         require_precision(device, config.precision)
-    if config.ops == "fused":
+    if config.ops == "fused" and on_logits is None:
         with autocast(device, config.precision):
             outputs = named(FUSED)(model, windows, config, eot_id, on_token, num_ids)
         if outputs is not None:
@@ -157,6 +159,8 @@ def generate(
     with autocast(device, config.precision), evaluating(model), torch.no_grad():
         while active:
             logits = forward(active, windows)[:, :num_ids]
+            if on_logits is not None:
+                on_logits(logits)
             ids = sample_next(logits, config, [generators[row] for row in active]).tolist()
             going = []
             for row, token in zip(active, ids, strict=True):

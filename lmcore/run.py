@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # commands that list runs do without PyTorch
     from lmcore.model import TransformerLM
     from lmcore.tokenizer import Tokenizer
 
-FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy"}
+FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy", "tracker"}
 """Fields that a resumed run may change: they move numbers by no more than rounding (data has its fingerprint)."""
 
 SECONDS_TO_WAIT = 1.0

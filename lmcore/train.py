@@ -37,6 +37,7 @@ from lmcore.provenance import environment, job_id
 from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_initial_weights
 from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
+from lmcore.tracker import Tracker
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
 
@@ -173,6 +174,7 @@ class Trainer:
         self.waits = device.type != "cuda"  # only a GPU computes on while the host reads a loss
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.progress: Progress | None = None  # on the first rank
+        self.listeners: list[Progress | Tracker] = []  # to the metrics lines, there
         self.clock = time.perf_counter()
 
     def loop(self, stop: StopEvent) -> str:
@@ -223,8 +225,8 @@ class Trainer:
 
     def _publish(self, line: dict[str, Any]) -> None:
         self.run.append_metrics(line)
-        if self.progress is not None:
-            self.progress.log(line)
+        for listener in self.listeners:
+            listener.log(line)
 
     def _collect(self) -> None:
         """Takes over the losses whose copy has begun."""
@@ -325,9 +327,11 @@ class Trainer:
 
     def fit(self, stop: StopEvent) -> RunResult:
         """Runs the loop to the last step, a stop signal, divergence or an error, and notes how it ended."""
-        self.clock = time.perf_counter()
         if self.ranks.is_first:
+            tracker = Tracker(self.run, self.config, self.state.step)
             self.progress = Progress(self.config.steps, self.run.name, start=self.state.step)
+            self.listeners = [self.progress, tracker]
+        self.clock = time.perf_counter()
         self.ranks.before_exit(lambda end: self._note(end.state, reason=end.sentence))
         self._note("running", pid=os.getpid(), job=job_id())
         try:
@@ -338,8 +342,8 @@ class Trainer:
             self._fail(error, stop)
             raise
         finally:
-            if self.progress is not None:
-                self.progress.close()
+            for listener in self.listeners:
+                listener.close()
             self.update.release()
 
     def _note(self, state: str, **notes: Any) -> None:

@@ -113,6 +113,14 @@ def test_the_cache_saves_the_work_that_it_is_for():
     assert fed == [3, *[1] * (CONTEXT - 3), CONTEXT // 2, 1]
 
 
+def test_logits_are_those_that_each_token_is_drawn_from(model):
+    seen = []
+    greedy = GenerateConfig(max_new_tokens=CONTEXT, temperature=0, ops="fused")
+    (ids,) = generate(model, [[1, 2, 3]], greedy, num_ids=99, on_logits=seen.append)
+    assert ids == [logits.argmax().item() for logits in seen]
+    assert {logits.shape for logits in seen} == {(1, 99)}
+
+
 def test_precision_is_autocast_around_the_forward_passes():
     model, seen, config = build(), set(), GenerateConfig(max_new_tokens=20, seed=3)
     with autocast(torch.device("cpu"), "bf16"):

@@ -95,7 +95,7 @@ CHANGES = {
 }  # fmt: skip
 FREE = {
     "data": "elsewhere", "device": "cpu", "keep_checkpoints": 7, "checkpoint_interval": 7,
-    "checkpoints": "sharded", "strategy": "fsdp",
+    "checkpoints": "sharded", "strategy": "fsdp", "tracker": "wandb",
 }  # fmt: skip
 
 

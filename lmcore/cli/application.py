@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 from tyro.extras import SubcommandApp
 
-from lmcore.cli import benchmark, data, doctor, exchange, memory, nsys, runs, training
+from lmcore.cli import benchmark, chat, data, doctor, exchange, memory, nsys, runs, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -32,7 +32,8 @@ Application = Callable[[Sequence[str]], Commands]
 def application(arguments: Sequence[str]) -> Commands:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
-    trained = (training.train_command(base), training.evaluate, training.generate, exchange.export, exchange.import_)
+    trained = (training.train_command(base), training.evaluate, training.generate, chat.chat, chat.play)
+    trained += (exchange.export, exchange.import_)
     groups = {
         "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
