@@ -38,6 +38,7 @@ def grade(
     require(handout in names, f"handout is one of {', '.join(names)}, not {handout!r}.")
     require(min(limits.seconds, limits.memory, at_once) > 0, "seconds, memory and at_once must be positive.")
     grade_course(handins, to, find_project(), handout, limits, at_once)
-    print(pd.read_csv(to / "grades.csv")[["student", "score", "of", "first fault"]].to_string(index=False))
+    table = pd.read_csv(to / "grades.csv")[["student", "score", "of", "first fault"]].fillna("")
+    print(table.to_markdown(index=False))
     print(f"Grades: {to / 'grades.csv'}")
     return 0

@@ -21,7 +21,7 @@ def unpack(handin: Path, folder: Path) -> Path:
             require(not path.is_symlink(), f"{path.name} is a link.")
         shutil.copytree(handin, folder, dirs_exist_ok=True)
     else:
-        shutil.copy(handin, folder / "handin.zip")
+        shutil.copy(handin, folder)
     left = MOST_BYTES
     while found := [path for path in (*folder.glob("*.zip"), *folder.glob("*/*.zip")) if path.parent.name != "code"]:
         left -= _extract(found[0], left)
