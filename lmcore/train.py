@@ -37,7 +37,6 @@ from lmcore.provenance import environment, job_id
 from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_initial_weights
 from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
-from lmcore.tracker import Tracker
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
 
@@ -328,9 +327,12 @@ class Trainer:
     def fit(self, stop: StopEvent) -> RunResult:
         """Runs the loop to the last step, a stop signal, divergence or an error, and notes how it ended."""
         if self.ranks.is_first:
-            tracker = Tracker(self.run, self.config, self.state.step)
             self.progress = Progress(self.config.steps, self.run.name, start=self.state.step)
-            self.listeners = [self.progress, tracker]
+            self.listeners = [self.progress]
+            if self.config.tracker != "none":
+                from lmcore.tracker import Tracker
+
+                self.listeners.append(Tracker(self.run, self.config, self.state.step))
         self.clock = time.perf_counter()
         self.ranks.before_exit(lambda end: self._note(end.state, reason=end.sentence))
         self._note("running", pid=os.getpid(), job=job_id())

@@ -108,7 +108,7 @@ def test_only_who_has_the_address_gets_an_answer_and_within_bounds(page):
     first = ask(page, max_new_tokens=1000)
     assert first.readline()
     assert ask(page).status == 503
-    assert len(first.read().splitlines()) > 100
+    assert len(first.read().splitlines()) > 20  # until the end of a text
 
 
 def test_chromium_shows_tokens_with_their_probabilities(page):

@@ -17,7 +17,11 @@ PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md", "results/RE
 PROGRAMS = {"lmcore": application.application, "workbook": workbook.cli.commands}
 INSTALLED = {f".venv/bin/{name}" for name in ("python", "pytest", "mypy", "lint-imports")}
 SLURM = {"sbatch", "srun", "squeue", "sacct"}
-OTHERS = {"git", "cd", "source", "nano", "papermill", "torchrun", "make", "tail", "uv", "python3"} | SLURM | INSTALLED
+OTHERS = (
+    {"git", "cd", "source", "nano", "papermill", "torchrun", "make", "tail", "uv", "python3", "tensorboard"}
+    | SLURM
+    | INSTALLED
+)
 """Programs that are not ours."""
 
 FILES = {"bin", "json", "jsonl", "md", "py", "safetensors", "toml", "yaml"}

@@ -1,6 +1,5 @@
 import pandas as pd
 import pytest
-from IPython.utils.capture import capture_output
 
 from lmcore.errors import UserError
 from workbook.report.results import Results, read_results
@@ -43,10 +42,11 @@ def test_a_table_that_the_records_lack(tmp_path):
         Results(tmp_path, tmp_path).table("steps", refuse)
 
 
-def test_rows_of_several_commits_are_told_where_they_are_read(tmp_path):
+def test_rows_of_several_commits_are_told_where_they_are_read(tmp_path, monkeypatch):
     commits = {"git_commit": ["0123456789abcdef", "fedcba9876543210"]}
     Results(tmp_path / "there").table("steps", lambda: (MEASURED, commits))
-    with capture_output() as told:
-        Results(tmp_path / "here", tmp_path / "there" / "results").table("steps", refuse)
-    (shown,) = told.outputs
-    assert shown.data["text/markdown"] == "> The rows of `steps` were measured at the commits 01234567 and fedcba98."
+    told = []
+    monkeypatch.setattr("workbook.report.results.display", told.append)
+    Results(tmp_path / "here", tmp_path / "there" / "results").table("steps", refuse)
+    (shown,) = told
+    assert shown.data == "> The rows of `steps` were measured at the commits 01234567 and fedcba98."

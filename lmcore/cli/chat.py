@@ -12,6 +12,7 @@ import tyro
 from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import GenerateConfig, replace
 from lmcore.errors import UserError
+from lmcore.files import require_exists
 
 DEFAULTS = GenerateConfig()
 Run = Annotated[Path, tyro.conf.Positional]
@@ -87,11 +88,11 @@ def play(run: Run, port: int = 0, device: str = "auto") -> int:
 
 def load(run: Path, device: str) -> tuple[Any, Any]:
     """Model and tokenizer of a run."""
+    require_exists(run)
     from lmcore.checkpoint import load_model
-    from lmcore.data import open_data
     from lmcore.device import select_device
     from lmcore.run import RunFolder
 
     folder = RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
-    return model, open_data(folder.config().data).tokenizer
+    return model, folder.tokenizer()
