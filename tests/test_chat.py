@@ -105,10 +105,14 @@ def test_only_who_has_the_address_gets_an_answer_and_within_bounds(page):
         {"prompt": "x" * 99},
     ):
         assert ask(page, **wrong).status == 400
-    first = ask(page, max_new_tokens=1000)
-    assert first.readline()
-    assert ask(page).status == 503
-    assert len(first.read().splitlines()) > 20  # until the end of a text
+    for _ in range(20):  # a random model may end a text at once
+        first = ask(page, max_new_tokens=1000)
+        assert first.readline()
+        second = ask(page).status  # while the first is at work
+        first.read()
+        if second == 503:
+            return
+    raise AssertionError("two were answered at a time")
 
 
 def test_chromium_shows_tokens_with_their_probabilities(page):
