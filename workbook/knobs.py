@@ -6,6 +6,7 @@ from typing import Any
 
 import ipywidgets
 from IPython.display import Image, display
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lmcore.progress import in_jupyter
@@ -15,15 +16,14 @@ DPI, SHOWN_DPI = 150, 100
 
 
 def as_png(figure: Figure, **options: Any) -> Image:
-    """A figure as a picture for a notebook."""
-    figure.savefig(file := BytesIO(), format="png", dpi=DPI)
+    """A figure as a picture for a notebook. It is drawn once, where `savefig` would draw it twice."""
+    figure.dpi = DPI
+    FigureCanvasAgg(figure).print_png(file := BytesIO(), pil_kwargs={"compress_level": 1})
     return Image(file.getvalue(), width=round(SHOWN_DPI * figure.get_figwidth()), **options)
 
 
-def knobs(
-    draw: Callable[..., None], columns: int = 1, figsize: tuple[float, float] = (4.8, 2.6), **choices: tuple | list
-) -> None:
-    """Shows what `draw(*axes, **values)` draws on empty axes, below a slider for each choice.
+def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choices: tuple | list) -> None:
+    """Shows what `draw(*axes, **values)` draws on axes, empty but for ticks and labels, below a slider for each choice.
 
     A choice is (low, high, default), or a list of values that begins with the default. Only a kernel that JupyterLab
     has started for a notebook has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so
@@ -34,7 +34,11 @@ def knobs(
 
     def picture(**values: Any) -> Image:
         for ax in axes:
-            ax.clear()
+            for drawn in (ax.containers, ax.collections, ax.images, ax.lines, ax.patches, ax.texts):
+                for artist in [*drawn]:
+                    artist.remove()  # not ax.clear(): making new ticks takes half of the time
+            ax.set_prop_cycle(None)
+            ax.relim()
         draw(*axes, **values)
         drawn = as_png(figure, alt=draw.__doc__)
         figure.set_layout_engine("none")  # from then on the axes keep their places, which takes half the time
