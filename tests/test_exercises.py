@@ -192,6 +192,7 @@ REFUSED = [
     (r"has the shape \(\), not \(2, 3\)", lambda x, dim: x.sum()),
     ("is float64, not float32", lambda x, dim: slow_softmax(x.double(), dim)),
     ("is a list, not a tensor", lambda x, dim: x.tolist()),
+    ("returns None: is a `return` missing", lambda x, dim: None),
 ]
 
 

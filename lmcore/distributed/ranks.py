@@ -64,7 +64,8 @@ class Ranks:
         while len(results) < self.world_size:
             left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
             ready = connection.wait(list(left), max(0.0, end - time.monotonic()))
-            error = RankError(f"Rank {min(left.values())} has not answered within {self.timeout:g} seconds")
+            late = f"Rank {min(left.values())} has not answered within {self.timeout:g} seconds"
+            error = RankError(f"{late}: do all ranks call the same collectives?")
             for pipe in ready:
                 rank = left[pipe]
                 try:

@@ -100,6 +100,7 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
         if _alike(exercise, found, exercise.outcomes(wrong)):
             return Verdict(False, sentence)
     case, words = next((case, words) for case, words in enumerate(differences) if words)
+    words = "Your function returns None: is a `return` missing?" if found[case] is None else words
     if not exercise.is_question:
         return Verdict(False, f"Case {case}: {words}")
     ratio = found[0] / expected[0] if isinstance(found[0], int | float) and expected[0] else None
