@@ -64,6 +64,5 @@ def _slider(name: str, choice: tuple | list) -> ipywidgets.ValueWidget:
     if isinstance(choice, list):
         return ipywidgets.SelectionSlider(options=sorted(choice), value=choice[0], **form)
     low, high, value = choice
-    if isinstance(value, int):
-        return ipywidgets.IntSlider(value, min=low, max=high, **form)
-    return ipywidgets.FloatSlider(value, min=low, max=high, step=low, **form)
+    slider, step = (ipywidgets.IntSlider, 1) if isinstance(value, int) else (ipywidgets.FloatSlider, low)
+    return slider(value, min=low, max=high, step=step, **form)
