@@ -253,7 +253,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tmp_path, config, monkeyp
     def built(*_, **__):
         raise AssertionError("the model is built")
 
-    for module in ("lmcore.train", "lmcore.profiling.workload"):
+    for module in ("lmcore.model", "lmcore.profiling.workload"):
         monkeypatch.setattr(f"{module}.TransformerLM", built)
     write_json(tmp_path / "config.json", to_dict(config))
     options = ["--config", str(tmp_path / "config.json"), "--model.num-layers", "1000000000"]
