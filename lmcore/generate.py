@@ -127,7 +127,7 @@ def generate(
     - A window that has outgrown the model's context is cut to its last `context_length // 2` tokens, with positions
       from 0 again, and grows from there: with and without the KV cache.
     - `on_token(row, id)` is called as soon as a token is there, with `config.ops` "fused" a few tokens later.
-    - `on_logits(logits)` is called before each draw with the logits of the rows that go on, with plain operations.
+    - `on_logits(logits)` is called before each draw with the logits of the rows not yet ended, with plain operations.
     - Ids from `num_ids` on are never sampled (a model's vocabulary may be padded to a round size).
     - With `config.ops` "fused" the decoder of `lmcore.fast` makes the same tokens (up to rounding of the logits) where
       it covers the model; a line on stderr says where it does not.

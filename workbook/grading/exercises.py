@@ -42,7 +42,7 @@ def checks_of(notebook: Path) -> Checks:
 def grade_exercises(notebook: Path, checks: Checks, limits: Limits) -> dict[str, Verdict]:
     """A verdict for each exercise in a notebook of a hand-in.
 
-    A process that dies or takes too long costs the exercise that it was at; the others go on in a new one. Between two
+    A process that dies or takes too long costs the exercise that it was at; the others run in a new one. Between two
     exercises, it costs all that are left.
     """
     names = [check["name"] for check in checks["checks"].values()]
