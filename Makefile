@@ -23,7 +23,7 @@ SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 A2 ?=
-.PHONY: help install workbook record pages lint test test-slurm test-faults official handin student grade lab submit refresh-notebooks clean
+.PHONY: help install workbook record pages lint test test-slurm test-faults official handin student grade lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -108,10 +108,6 @@ grade: $(INSTALLED)  ## the hand-ins of a course in HANDINS=, for HANDOUT=: tabl
 lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
 	$(BIN)/jupyter lab --notebook-dir . --FileContentsManager.post_save_hook=workbook.notebook.after_save \
 	  notebooks/01_build.ipynb
-
-submit: $(INSTALLED)  ## the notebooks as Slurm jobs (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
-	@$(BIN)/workbook submit --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
-	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
 	@for notebook in notebooks/*.ipynb; do echo "$$notebook"; env -u MPLBACKEND $(BIN)/jupyter nbconvert \

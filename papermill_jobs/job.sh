@@ -36,7 +36,7 @@ prepare_job() {
   set -u
   PATH=$PATH:$PWD/.venv/bin # made by make install
   if ! command -v workbook >/dev/null; then
-    echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make install once in $PWD." >&2
+    echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.sh's LMCORE_SETUP), or run make install once in $PWD." >&2
     exit 2
   fi
   mkdir -p "$OUT" || exit 2

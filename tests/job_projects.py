@@ -31,7 +31,7 @@ def job_project(folder: Path, **notebooks: list) -> Path:
     """A project with the job scripts; by default with notebooks that train, generate and benchmark nothing."""
     names = ("02_train", "03_generate", "04_benchmark")
     made = make_project(folder, **(notebooks or {f"_{name}": touching(name) for name in names}))
-    for script in (*SCRIPTS.glob("*.sbatch"), SCRIPTS / "job.sh"):
+    for script in (*SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("*.sh")):
         shutil.copy(script, made / "papermill_jobs")
     return made
 

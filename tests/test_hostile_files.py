@@ -31,7 +31,6 @@ from lmcore.text import read_text
 from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import read_merges
 from lmcore.train import train
-from workbook.jobs import load_site
 from workbook.parameters import read_mapping
 
 
@@ -148,7 +147,7 @@ READERS = {
     "vocab.bpe": read_merges,
     "train.txt": lambda path: [*read_text(path)],
 }
-YAML = {"site.yaml": load_site, "01_build.yaml": read_mapping}
+YAML = {"01_build.yaml": read_mapping}
 OTHERS = {
     "any": sha256_file,
     "train.bin": lambda path: map_tokens(path.parent, {"dtype": "uint8", "splits": {"train": {"tokens": 1}}}, "train"),

@@ -24,8 +24,8 @@ STARTING = "touch ready; exec sleep 100"
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_scripts_pass_shellcheck():
-    words = ["shellcheck", "job.sh", *(script.name for script in SCRIPTS)]
-    assert subprocess.run(words, cwd=FOLDER, check=False).returncode == 0
+    scripts = [*SCRIPTS, *FOLDER.rglob("*.sh")]
+    assert subprocess.run(["shellcheck", *scripts], check=False).returncode == 0
 
 
 def test_the_scripts_are_short_and_ready_for_sbatch():

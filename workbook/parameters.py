@@ -63,10 +63,10 @@ def resolve_parameters(
     return resolved
 
 
-def read_mapping(file: Path, loader: type = yaml.SafeLoader) -> dict[str, Any]:
+def read_mapping(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file, empty if it holds nothing. Raises `UserError` where it holds something else."""
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), loader) or {}
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read as YAML ({str(error).splitlines()[0]}).") from error
     require(isinstance(values, dict), f"{file} must be a mapping, not {values!r}.")

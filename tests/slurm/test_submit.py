@@ -1,6 +1,5 @@
-"""`workbook submit` and the job scripts on a real Slurm, with small notebooks."""
+"""submit.sh and the job scripts on a real Slurm, with small notebooks."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,16 @@ from lmcore.files import read_json
 pytestmark = pytest.mark.slurm
 
 
-def submit(cluster, project: Path, *words: object) -> dict[str, str]:
+def submit(cluster, project: Path, *words: object, **variables: object) -> dict[str, str]:
     """Submits, and returns the jobs' ids by name."""
-    lines = cluster.run("workbook", "submit", *words, cwd=project).stdout.splitlines()
+    values = [f"{name}={value}" for name, value in variables.items()]
+    lines = cluster.run("env", *values, "papermill_jobs/submit.sh", *words, cwd=project).stdout.splitlines()
     return {line.split()[1]: line.split()[0] for line in lines if line[0].isdigit()}
 
 
-def alone(cluster, project: Path, name: str, *words: object) -> str:
+def alone(cluster, project: Path, name: str, *words: object, **variables: object) -> str:
     """Submits one notebook, and returns the job's id."""
-    (job,) = submit(cluster, project, "--notebooks", name, "--no-writeup", *words).values()
+    (job,) = submit(cluster, project, *words, NOTEBOOKS=name, WRITEUP="no", **variables).values()
     return job
 
 
@@ -75,10 +75,10 @@ def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp
     text = tmp_path / 'it\'s $HOME "data".txt'
     text.write_text("Once.<|endoftext|>" * 20)
     out = tmp_path / 'it\'s $HOME "out" 100%j'
-    setup = "export FIRST='a  b'\necho \"$FIRST $SECOND\" >setup.txt"
-    site = {"setup": setup, "environment": {"SECOND": "$c"}, "time": "1-2:30:00", "mem": "100M"}
-    (project / "papermill_jobs" / "site.yaml").write_text(json.dumps(site))  # which is YAML, too
-    job = alone(cluster, project, "04", "--out", out, "--data", text, "--parameters", "rates=[0.5, 1.0]")
+    site = project / "papermill_jobs" / "site.sh"
+    setup = "export SECOND='$c' LMCORE_SETUP='export FIRST=\"a  b\"\necho \"$FIRST $SECOND\" >setup.txt'"
+    site.write_text(f"options=(--time=1-2:30:00 --mem=100M)\n{setup}\n")
+    job = alone(cluster, project, "04", "--parameters", "rates=[0.5, 1.0]", OUT=out, DATA=text)
     shown = cluster.run("scontrol", "show", "job", job).stdout
     assert "TimeLimit=1-02:30:00" in shown
     assert "MinMemoryNode=100M" in shown

@@ -1,4 +1,4 @@
-"""`workbook`: the notebooks executed, published and handed in, here or as Slurm jobs."""
+"""`workbook`: the notebooks executed, published and handed in."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from lmcore.errors import EXIT_FAILURE, require
 from lmcore.stopping import stop_signals
 from workbook.cli.teaching import grade
 from workbook.handin import handin
-from workbook.jobs import submit
 from workbook.run import run
 from workbook.student import student
 
@@ -74,7 +73,7 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
 
 def commands(arguments: Sequence[str]) -> dict[str, application.Command]:
     """All commands; the one of `run_sweep` only where it is called."""
-    listed = [run, submit, sweep, writeup, handin, student, grade]
+    listed = [run, sweep, writeup, handin, student, grade]
     if arguments[:1] == ["work"]:
         from workbook.sweep import work
 
