@@ -180,7 +180,7 @@ UNSAFE = re.compile(
 )
 """Calls that can run what they read."""
 ALLOWED = {
-    ("distributed", "ranks.py"), ("workbook", "parameters.py"), ("grading", "attempt.py"), ("exercises", "exercise.py"),
+    ("distributed", "ranks.py"), ("grading", "attempt.py"), ("exercises", "exercise.py"),
 }  # fmt: skip
 """Functions go through a pipe to processes that this one has started; a notebook's cell is a program, and is run, that
 of a hand-in with limits in a process of its own; the package's own catalogue has cases as code."""

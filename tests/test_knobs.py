@@ -39,7 +39,7 @@ def test_sliders_draw_the_picture_again(monkeypatch):
 
 
 def test_each_run_has_a_line_of_its_own_color(monkeypatch):
-    monkeypatch.setattr(knobs, "as_png", lambda figure: figure.axes[0])
+    monkeypatch.setattr(knobs, "as_png", lambda canvas: canvas.figure.axes[0])
     runs = {f"lr_{i}": SimpleNamespace(metrics_lines=lambda: [{"step": 1, "train_loss": 9.0}]) for i in range(20)}
     ax = sweep.curves(runs | {"not begun": SimpleNamespace(metrics_lines=list)})
     assert len({str(line.get_color()) for line in ax.lines}) == 20

@@ -25,7 +25,7 @@ from workbook.notebook import CLEAN_METADATA
 from workbook.record import NotebookRecord, read_record, read_records, write_record
 from workbook.report import answers, coverage, wording
 from workbook.report.verify import pages_and_keywords, writeup_faults
-from workbook.report.writeup import HANDOUTS, provenance, spell_out, write_writeup
+from workbook.report.writeup import HANDOUTS, provenance, write_writeup
 from workbook.seal import SEAL, cell_hashes, seal
 
 ROOT = Path(__file__).parents[1]
@@ -345,10 +345,6 @@ def test_an_answer_for_one_handout_takes_the_place_of_the_one_for_all():
     assert given == {
         "CSE599-O A1 part 2": ["b, CSE599-O"], "CS336 A2 2025": ["b"], "CS336 A2 2026": ["b, 2026"]
     }  # fmt: skip
-
-
-def test_characters_that_no_font_has_are_spelled_out():
-    assert spell_out("≥ × θ — “x” … 世\U000e0061") == "≥ × θ — “x” … ⟨U+4E16⟩"
 
 
 def test_an_answer_says_what_does_not_hold_what_is_missing_and_what_was_not_measured():

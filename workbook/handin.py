@@ -7,7 +7,6 @@ records of runs, and what one run is replayed from; manifest.json in it has the 
 
 import hashlib
 import os
-import re
 import subprocess
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -28,21 +27,6 @@ MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 5_000_000
 """Larger files are left out: data, or what the code has made."""
 
-SECRET_FILE = re.compile(
-    r"\.env.*|.*\.(env|pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc|\.git-credentials"
-    r"|credentials.*|kaggle\.json"
-)
-"""Names of files that programs keep passwords and keys in."""
-
-SECRETS = {
-    "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
-    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
-    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40})",
-    "an AWS access key": rb"\bAKIA[0-9A-Z]{16}\b",
-    "an API key": rb"(?i)key\b\\?[\"']?\s*[:=]\s*\\?[\"']?[0-9a-f]{40}\b",
-}
-"""What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
-
 
 def handin(
     out: Annotated[Path, tyro.conf.Positional],
@@ -50,16 +34,16 @@ def handin(
     handout: str = "cse599o-a1-part2",
     incomplete: bool = False,
 ) -> int:
-    """Make the hand-in for a handout: its PDF, code.zip without data, checkpoints or secrets, results, learning curve.
+    """Make the hand-in for a handout: its PDF, code.zip as git has the project, results, learning curve.
 
-    Refused, before anything is written, where notebooks, results and PDFs do not fit together, and where a file holds
-    what looks like a key. What was left out and what is missing is printed.
+    Refused, before anything is written, where notebooks, results and PDFs do not fit together. What was left out and
+    what is missing is printed.
 
     Args:
         out: Folder of an executed workbook.
         to: Folder for the hand-in.
         handout: Whose answers: the name of a PDF in OUT/writeup, such as cs336-a1.
-        incomplete: Also where something is missing or does not fit together, but never with a key.
+        incomplete: Also where something is missing or does not fit together.
     """
     from workbook.report.verify import writeup_faults
 
@@ -70,7 +54,6 @@ def handin(
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, made=(out, to))
     executed = sorted([*(out / "notebooks").glob("*.[ij]*"), *(out / "results").glob("*.*"), *run_records(out)])
-    refuse_secrets([*(project / name for name in files), *executed])
     code = {Path("code", name): project / name for name in files}
     if (out / LEARNING_CURVE).is_file():
         code[Path("code", "learning_curve.svg")] = out / LEARNING_CURVE
@@ -90,7 +73,7 @@ def handin(
         with atomic_write(made[-1]) as file:
             file.write(pdf.read_bytes())
     if left_out:
-        notes.append(f"Left out, as links, too large or named like a secret: {', '.join(map(str, left_out))}.")
+        notes.append(f"Left out, as links or too large: {', '.join(map(str, left_out))}.")
     print("\n".join(f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made))
     print("".join(f"Note: {note}\n" for note in notes), end="")
     return 0
@@ -120,8 +103,8 @@ def write_zip(path: Path, files: Mapping[Path, Path]) -> None:
 def project_files(project: Path, made: Iterable[Path] = ()) -> tuple[list[Path], list[Path]]:
     """The files that are the project, and what was left out of them; relative to it and sorted.
 
-    They are what git tracks or does not ignore, without links, large files and secrets; what lies in the folders `made`
-    is not the project's. Raises `UserError` where there is no git checkout.
+    They are what git tracks or does not ignore, without links and large files; what lies in the folders `made` is not
+    the project's. Raises `UserError` where there is no git checkout.
     """
     command = ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -134,19 +117,5 @@ def project_files(project: Path, made: Iterable[Path] = ()) -> tuple[list[Path],
         path = project / name
         if not os.path.lexists(path) or any(path.resolve().is_relative_to(folder.resolve()) for folder in made):
             continue  # deleted, but not yet in git; or not the project's
-        secret = path.is_symlink() or SECRET_FILE.fullmatch(path.name.lower())
-        (left_out if secret or path.stat().st_size > MAX_FILE_BYTES else kept).append(Path(name))
+        (left_out if path.is_symlink() or path.stat().st_size > MAX_FILE_BYTES else kept).append(Path(name))
     return kept, left_out
-
-
-def refuse_secrets(files: Iterable[Path]) -> None:
-    """Raises `UserError` naming the file and the line of the first thing that looks like a key."""
-    for path in files:
-        content = path.read_bytes()
-        for what, pattern in SECRETS.items():
-            if found := re.search(pattern, content):
-                line = content.count(b"\n", 0, found.start()) + 1
-                raise UserError(
-                    f"{path} line {line} looks like {what}; take it out of the file (and revoke it, if it was ever "
-                    "shared), then make the hand-in again: nothing was written."
-                )

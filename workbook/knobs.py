@@ -1,11 +1,14 @@
 """Knobs: a picture that follows sliders in JupyterLab, and stands still elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import Any
 
 import ipywidgets
+import numpy as np
+import PIL.Image
 from IPython.display import Image, display
+from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -15,11 +18,11 @@ DPI, SHOWN_DPI = 150, 100
 """Pixels of a picture for each inch, and CSS pixels: text is sharp on screens of high resolution, too."""
 
 
-def as_png(figure: Figure, **options: Any) -> Image:
-    """A figure as a picture for a notebook. It is drawn once, where `savefig` would draw it twice."""
-    figure.dpi = DPI
-    FigureCanvasAgg(figure).print_png(file := BytesIO(), pil_kwargs={"compress_level": 1})
-    return Image(file.getvalue(), width=round(SHOWN_DPI * figure.get_figwidth()), **options)
+def as_png(canvas: FigureCanvasAgg, **options: Any) -> Image:
+    """What was drawn on a canvas as a picture for a notebook."""
+    shown, file = PIL.Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"), BytesIO()
+    shown.save(file, "png", compress_level=1)
+    return Image(file.getvalue(), width=round(SHOWN_DPI * canvas.figure.get_figwidth()), **options)
 
 
 def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choices: tuple | list) -> None:
@@ -29,20 +32,33 @@ def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choic
     has started for a notebook has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so
     on the pages, the picture at the defaults is all: a PNG, and no widget.
     """
-    figure = Figure(figsize, layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    figure, frame, background = Figure(figsize, layout="constrained", dpi=DPI), None, None
+    axes, canvas = figure.subplots(1, columns, squeeze=False)[0], FigureCanvasAgg(figure)
 
     def picture(**values: Any) -> Image:
+        nonlocal frame, background
+        for artist in [*artists()]:
+            artist.remove()  # not ax.clear(): making new ticks takes half of the time
         for ax in axes:
-            for drawn in (ax.containers, ax.collections, ax.images, ax.lines, ax.patches, ax.texts):
-                for artist in [*drawn]:
-                    artist.remove()  # not ax.clear(): making new ticks takes half of the time
             ax.set_prop_cycle(None)
             ax.relim()
         draw(*axes, **values)
-        drawn = as_png(figure, alt=draw.__doc__)
-        figure.set_layout_engine("none")  # from then on the axes keep their places, which takes half the time
-        return drawn
+        drawn = sorted([*artists(), *(ax.title for ax in axes)], key=lambda artist: artist.zorder)
+        for artist in drawn:
+            artist.set_animated(True)  # not of the background: ticks and labels, drawn when they change
+        if frame != (frame := [(*ax.get_xlim(), *ax.get_ylim(), ax.get_xlabel(), ax.get_ylabel()) for ax in axes]):
+            canvas.draw()
+            figure.set_layout_engine("none")  # from then on the axes keep their places
+            background = canvas.copy_from_bbox(figure.bbox)
+        canvas.restore_region(background)
+        for artist in drawn:
+            artist.axes.draw_artist(artist)
+        return as_png(canvas, alt=draw.__doc__)
+
+    def artists() -> Iterator[Artist]:
+        for ax in axes:
+            legend = [ax.legend_] if ax.legend_ else []
+            yield from (*ax.collections, *ax.images, *ax.lines, *ax.patches, *ax.texts, *legend)
 
     still = picture(**{name: choice[0] if isinstance(choice, list) else choice[2] for name, choice in choices.items()})
     if not in_jupyter():

@@ -16,7 +16,7 @@ import tyro
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
-from lmcore.files import Busy, locked, read_json, write_json
+from lmcore.files import Busy, read_json, write_json
 from lmcore.progress import Progress, in_jupyter
 from lmcore.recipes import recipe
 from lmcore.run import RunFolder, damage
@@ -24,8 +24,7 @@ from lmcore.stopping import stop_signals
 from lmcore.train import train
 from workbook.report.variations import with_steps
 
-if TYPE_CHECKING:  # a worker has no tables
-    import pandas as pd
+if TYPE_CHECKING:  # a worker shows nothing
     from IPython.display import Image
 
 PLAN = "sweep.json"
@@ -58,22 +57,6 @@ def planned(file: Path, data: Path, recipe_name: str, steps: int | None) -> dict
 def write_plan(folder: Path, runs: Mapping[str, TrainConfig]) -> None:
     """Writes what `work` reads."""
     write_json(folder / PLAN, {name: to_dict(config) for name, config in runs.items()})
-
-
-def write_table(folder: Path, name: str) -> "tuple[pd.DataFrame, Path]":
-    """Writes folder/results/<name>.json with a row for each run of the sweep that has begun, and the curves beside it.
-
-    Returns the table and its file. Tasks that end at the same time take turns, so the last table has all runs.
-    """
-    from workbook.report import results, tables
-
-    file = folder / "results" / f"{name}.json"
-    with locked(folder / ".table.lock", f"Another process holds the table of {folder}.", seconds=-1):
-        folders = {each: RunFolder(folder / each) for each in read_json(folder / PLAN)}
-        runs = {each: run for each, run in folders.items() if run.config_file.exists()}
-        provenance = tables.provenance_of(runs)
-        results.write_results(tables.curves_table(runs), file.with_stem(f"{name}_curves"), provenance)
-        return results.write_results(tables.run_table(runs), file, provenance), file
 
 
 def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
@@ -165,12 +148,13 @@ def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) 
 def curves(runs: Mapping[str, RunFolder]) -> "Image":
     """Training loss by step, a line of a color of its own for each run; the last runs that have begun are named."""
     import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from workbook.knobs import as_png
+    from workbook.knobs import DPI, as_png
     from workbook.report.figures import PALETTE, label_ends
 
-    figure, ends = Figure((5.6, 3), layout="constrained"), {}
+    figure, ends = Figure((5.6, 3), layout="constrained", dpi=DPI), {}
     ax = figure.subplots()
     colors = PALETTE if len(runs) <= len(PALETTE) else seaborn.husl_palette(len(runs))
     for (name, run), color in zip(runs.items(), colors, strict=False):
@@ -180,7 +164,9 @@ def curves(runs: Mapping[str, RunFolder]) -> "Image":
                 ends[name] = (lines[-1][1], color)
     ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
     label_ends(ax, dict([*ends.items()][-8:]))
-    return as_png(figure)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return as_png(canvas)
 
 
 def _follow(

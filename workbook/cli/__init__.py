@@ -1,4 +1,4 @@
-"""`workbook`: the notebooks executed, published and handed in."""
+"""`workbook`: the notebooks executed, published, handed in and graded."""
 
 import sys
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ import tyro
 from lmcore.cli import application
 from lmcore.errors import EXIT_FAILURE, require
 from lmcore.stopping import stop_signals
-from workbook.cli.teaching import grade
+from workbook.grading.limits import Limits
 from workbook.handin import handin
+from workbook.parameters import find_project
 from workbook.run import run
 from workbook.student import student
 
@@ -23,11 +24,10 @@ def sweep(
     recipe: str = "handout",
     steps: int | None = None,
 ) -> int:
-    """Train the runs of a sweep that are neither done nor taken, then make one table of all that have begun.
+    """Train the runs of a sweep that are neither done nor taken; `lmcore runs OUT` compares them.
 
-    Given several times at once, or in each task of an array, the runs are shared. The table is OUT/results/NAME.json,
-    with the learning curves beside it. Exit codes: 0 done, also if a run diverged or did not fit into the memory, 75
-    stopped by a signal.
+    Given several times at once, or in each task of an array, the runs are shared. Exit codes: 0 done, also if a run
+    diverged or did not fit into the memory, 75 stopped by a signal.
 
     Args:
         file: Python file with runs(base), which returns configurations by name, such as papermill_jobs/sweeps/NAME.py.
@@ -41,11 +41,7 @@ def sweep(
 
         out = out or Path("runs") / "sweeps" / file.stem
         sweep.write_plan(out, sweep.planned(file, data, recipe, steps))
-        sweep.work(out)
-        rows, table = sweep.write_table(out, file.stem)
-    columns = ["name", "outcome", "final_valid_loss", "best_valid_loss", "seconds"]
-    print(f"{rows[columns].to_string(index=False)}\nWritten to {table}.")
-    return 0
+        return sweep.work(out)
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
@@ -69,6 +65,41 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
     if lacking := unfinished(read_records(out)):
         print("\n".join(lacking), file=sys.stderr)
     return EXIT_FAILURE if lacking else 0
+
+
+LIMITS = Limits()
+
+
+def grade(
+    handins: Annotated[Path, tyro.conf.Positional],
+    to: Path = Path("grades"),
+    handout: str = "cse599o-a1-part2",
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = LIMITS,
+    at_once: int = 2,
+) -> int:
+    """Grade a folder of hand-ins: exercises run again, answers from tables, tables from records, training replayed.
+
+    Args:
+        handins: A folder with a folder or an archive for each student.
+        to: Where the course's table, rubrics and Gradescope's files go.
+        handout: Whose problems: the name of a PDF.
+        limits: Of the code of a hand-in.
+        at_once: Hand-ins that are graded at the same time.
+    """
+    import pandas as pd
+
+    from workbook.grading.grade import grade_course
+    from workbook.report.writeup import HANDOUTS
+
+    names = [each.name for each in HANDOUTS.values()]
+    require(handins.is_dir(), f"There is no folder {handins}.")
+    require(handout in names, f"handout is one of {', '.join(names)}, not {handout!r}.")
+    require(min(limits.seconds, limits.memory, at_once) > 0, "seconds, memory and at_once must be positive.")
+    grade_course(handins, to, find_project(), handout, limits, at_once)
+    table = pd.read_csv(to / "grades.csv")[["student", "score", "of", "first fault"]].fillna("")
+    print(table.to_markdown(index=False))
+    print(f"Grades: {to / 'grades.csv'}")
+    return 0
 
 
 def commands(arguments: Sequence[str]) -> dict[str, application.Command]:

@@ -2,10 +2,8 @@
 
 import re
 import subprocess
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +190,7 @@ def typeset(title: str, text: str, made_from: str, build: Path) -> bytes:
     command = [pypandoc.get_pandoc_path(), "-f", MARKDOWN, "-t", "typst", "--wrap=none", f"--lua-filter={filter}"]
     # in a session of its own: Ctrl-C is for the workbook, which ends in order
     done = subprocess.run(
-        command, input=spell_out(text), cwd=build, capture_output=True, encoding="utf-8", check=False,
+        command, input=text, cwd=build, capture_output=True, encoding="utf-8", check=False,
         start_new_session=True,
     )  # fmt: skip
     if done.returncode != 0:
@@ -213,23 +211,3 @@ def font_folder() -> Path:
     import matplotlib
 
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-
-
-@cache
-def known_characters() -> frozenset[int]:
-    """Code points that the PDF's fonts can draw."""
-    from matplotlib.font_manager import get_font
-
-    fonts = [get_font(font_folder() / f"{name}.ttf") for name in ("DejaVuSans", "DejaVuSansMono", "STIXGeneral")]
-    return frozenset(point for font in fonts for point in font.get_charmap())
-
-
-def spell_out(text: str) -> str:
-    """Characters that no font of the PDF has as ⟨U+4E16⟩; invisible joiners and selectors are dropped."""
-    if text.isascii():
-        return text
-    known = known_characters()
-    return "".join(
-        c if ord(c) in known or c == "\n" else "" if unicodedata.category(c) in ("Cf", "Mn") else f"⟨U+{ord(c):04X}⟩"
-        for c in text
-    )
