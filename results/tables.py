@@ -22,7 +22,7 @@ from lmcore.profiling.timing import comparable_seconds
 from workbook.parameters import PARAMETERS_FOLDER, read_mapping
 from workbook.report.coverage import DONE, OPEN, PARTLY, Answered, Problem, coverage
 from workbook.report.results import read_results
-from workbook.report.sizes import describe_size
+from workbook.report.sizes import HANDOUTS
 from workbook.report.wording import format_count, format_seconds
 
 PROJECT = Path(__file__).parents[1]
@@ -55,6 +55,13 @@ HIGHLIGHTS = {
     "decode-small-1": "decoding one sequence, `small`",
 }
 """Rows of speed.json that the README shows."""
+
+
+def shape_of(name: str) -> str:
+    """The handout and the shape of a named size."""
+    size = model_config(name)
+    shape = f"d_model {size.d_model:,}, d_ff {size.d_ff:,}, {size.num_layers} layers, {size.num_heads} heads"
+    return f"`{name}` ({HANDOUTS[name]}; {shape})" if name in HANDOUTS else f"`{name}` ({shape})"
 
 
 def format_percent(fraction: float, digits: int = 3) -> str:
@@ -441,7 +448,7 @@ def parallel() -> str:
                 "memory of a rank": "–" if pd.isna(most["peak_bytes"]) else format_bytes(most["peak_bytes"]),
             })  # fmt: skip
         kept = pd.DataFrame(made).dropna(axis="columns", how="all").fillna("–").to_dict("records")
-        what = f"{describe_size(size)}, {batch} × {int(context):,}{rest or ' on each GPU'}"
+        what = f"{shape_of(size)}, {batch} × {int(context):,}{rest or ' on each GPU'}"
         tables.append(f"{what}:\n\n{markdown(kept)}")
     sums = rows[rows["work"] == "all-reduce"].pivot(index="ranks", columns="contestant", values="bus_bytes_per_second")
     rates = [

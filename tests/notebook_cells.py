@@ -18,7 +18,7 @@ from typing import Any
 
 from workbook.notebook import code_cells, read_notebook
 from workbook.parameters import PARAMETERS_FOLDER, read_mapping
-from workbook.report.answers import METADATA_KEY, Answer
+from workbook.report.answers import METADATA_KEY
 
 PROJECT = Path(__file__).parents[1]
 RECORDS = PROJECT / "results" / "h200"
@@ -46,7 +46,7 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
                 if number == 1:
                     variables |= parameters
                 shown = eval(compile(ast.Expression(last.value), file, "eval"), variables) if last else None
-                if isinstance(shown, Answer):
+                if METADATA_KEY in (getattr(shown, "metadata", None) or {}):
                     found = shown.metadata[METADATA_KEY]
                     problem = f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]
                     answers[problem] = {key: found[key] for key in ("text", "holds", "missing") if found[key]}

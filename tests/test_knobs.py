@@ -19,7 +19,7 @@ from workbook import knobs, notebook, sweep
 
 PROJECT = str(Path(__file__).parents[1])
 SOURCE = """from workbook.knobs import knobs
-knobs(lambda ax, height: ax.bar(["a"], [height]) and ax.set(ylim=(0, 2)), height=(0.1, 2.0, 1.0))"""
+knobs(lambda ax, height: ax.bar(["a"], [height]) and ax.set(ylim=(0, 20)), height=[1, *range(20)])"""
 
 
 def test_sliders_draw_the_picture_again(monkeypatch):
@@ -31,10 +31,20 @@ def test_sliders_draw_the_picture_again(monkeypatch):
         drawn.append([*values.values(), len(ax.lines)])
         ax.plot([0, values["rate"]])
 
-    knobs.knobs(draw, rate=(0.1, 2.0, 1.0), top_k=(1, 9, 3), mode=["train", "forward"])
+    knobs.knobs(draw, rate=[1.0, 0.5], top_k=[3, 1, 9], mode=["train", "forward"])
     *sliders, image = shown[0].children
     first, sliders[0].value = image.value, 0.5
     assert drawn == [[1.0, 3, "train", 0], [0.5, 3, "train", 0]]  # each time on empty axes
+    assert image.value != first
+
+
+def test_a_name_that_a_later_cell_takes_is_still_what_it_was(monkeypatch):
+    shown, cell = [], {"knobs": knobs.knobs, "width": 2.0}
+    monkeypatch.setattr(knobs, "in_jupyter", lambda: True)
+    monkeypatch.setattr(knobs, "display", shown.append)
+    exec("def draw(ax, rate):\n    ax.plot([0, width * rate])\nknobs(draw, rate=[1.0, 0.5])", cell)
+    slider, image = shown[0].children
+    cell["width"], first, slider.value = "another", image.value, 0.5
     assert image.value != first
 
 

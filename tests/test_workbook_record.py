@@ -9,7 +9,16 @@ from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import EXIT_FAILURE, UserError
 from workbook.notebook import read_notebook, write_notebook
-from workbook.record import plan, read_record, read_records, record_file, source_hash, unfinished, write_record
+from workbook.record import (
+    NotebookRecord,
+    read_record,
+    read_records,
+    record_file,
+    remove_others,
+    source_hash,
+    unfinished,
+    write_record,
+)
 from workbook.run import run as run_workbook
 
 NAMES = ["01_first", "02_second", "03_third"]
@@ -77,9 +86,10 @@ def test_other_data_replace_the_records(project):
     run(project, notebooks=["01"], parameters=["steps=7"])
     record = read_record(project / "made", "01_first")
     assert (record.scale, record.data, record.parameters["steps"]) == ("smoke", "embedded", 7)
-    plan(project / "made", "smoke", "text.txt", ["01_first", "03_third"])
-    found = [(record.name, record.state, record.data) for record in read_records(project / "made")]
-    assert found == [("01_first", "not run", "text.txt"), ("03_third", "not run", "text.txt")]
+    remove_others(project / "made", "smoke", "embedded")
+    assert read_record(project / "made", "01_first") == record
+    remove_others(project / "made", "smoke", "text.txt")
+    assert read_record(project / "made", "01_first") is None
 
 
 def test_running_is_what_is_held(project):
@@ -108,7 +118,7 @@ def test_sources_differ_in_cells_and_tags_but_not_in_outputs(project):
 
 def test_a_damaged_record_or_folder_is_one_sentence(project):
     made = project / "made"
-    plan(made, "smoke", "embedded", ["01_first"])
+    write_record(made, NotebookRecord("01_first"))
     for text in ("[]", "{", '{"name": 1, "x": 2}'):
         record_file(made, "01_first").write_text(text)
         with pytest.raises(UserError, match=r"01_first\.json"):

@@ -1,7 +1,10 @@
 """Knobs: a picture that follows sliders in JupyterLab, and stands still elsewhere."""
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from io import BytesIO
+from types import FunctionType
 from typing import Any
 
 import ipywidgets
@@ -21,17 +24,19 @@ DPI, SHOWN_DPI = 150, 100
 def as_png(canvas: FigureCanvasAgg, **options: Any) -> Image:
     """What was drawn on a canvas as a picture for a notebook."""
     shown, file = PIL.Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"), BytesIO()
-    shown.save(file, "png", compress_level=1)
+    shown.save(file, "png", compress_level=1, compress_type=zlib.Z_RLE)
     return Image(file.getvalue(), width=round(SHOWN_DPI * canvas.figure.get_figwidth()), **options)
 
 
-def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choices: tuple | list) -> None:
+def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choices: Iterable) -> None:
     """Shows what `draw(*axes, **values)` draws on axes, empty but for ticks and labels, below a slider for each choice.
 
-    A choice is (low, high, default), or a list of values that begins with the default. Only a kernel that JupyterLab
-    has started for a notebook has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so
-    on the pages, the picture at the defaults is all: a PNG, and no widget.
+    A choice is a list of values that begins with the default. Only a kernel that JupyterLab has started for a notebook
+    has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so on the pages, the defaults'
+    picture is all: a PNG, and no widget. `draw` goes on seeing the notebook's names as they are now: later cells may
+    give them to something else.
     """
+    draw = wraps(draw)(FunctionType(draw.__code__, {**draw.__globals__}, closure=draw.__closure__))
     figure, frame, background = Figure(figsize, layout="constrained", dpi=DPI), None, None
     axes, canvas = figure.subplots(1, columns, squeeze=False)[0], FigureCanvasAgg(figure)
 
@@ -60,10 +65,15 @@ def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choic
             legend = [ax.legend_] if ax.legend_ else []
             yield from (*ax.collections, *ax.images, *ax.lines, *ax.patches, *ax.texts, *legend)
 
-    still = picture(**{name: choice[0] if isinstance(choice, list) else choice[2] for name, choice in choices.items()})
+    values = {name: [*choice] for name, choice in choices.items()}
+    still = picture(**{name: value for name, (value, *_) in values.items()})
     if not in_jupyter():
         return display(still)
-    sliders = {name: _slider(name, choice) for name, choice in choices.items()}
+    form = {"style": {"description_width": "7em"}, "layout": {"width": "27em"}}
+    sliders = {
+        name: ipywidgets.SelectionSlider(options=sorted({*choice}), value=choice[0], description=name, **form)
+        for name, choice in values.items()
+    }
     shown = ipywidgets.Image(value=still.data, layout={"width": f"{still.width}px"})
 
     def redraw(_: Any) -> None:
@@ -72,13 +82,3 @@ def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choic
     for slider in sliders.values():
         slider.observe(redraw, "value")
     return display(ipywidgets.VBox([*sliders.values(), shown]))
-
-
-def _slider(name: str, choice: tuple | list) -> ipywidgets.ValueWidget:
-    """A slider over the values of a list, in order, over whole numbers, or over numbers in steps of the lowest."""
-    form = {"description": name.replace("_", " "), "style": {"description_width": "7em"}, "layout": {"width": "27em"}}
-    if isinstance(choice, list):
-        return ipywidgets.SelectionSlider(options=sorted(choice), value=choice[0], **form)
-    low, high, value = choice
-    slider, step = (ipywidgets.IntSlider, 1) if isinstance(value, int) else (ipywidgets.FloatSlider, low)
-    return slider(value, min=low, max=high, step=step, **form)

@@ -94,15 +94,12 @@ def read_records(out: Path) -> list[NotebookRecord]:
     return [record for record in records if record]
 
 
-def plan(out: Path, scale: str, data: str, names: Sequence[str]) -> None:
-    """Gives each of these notebooks a record, and removes records of another scale or of other data."""
+def remove_others(out: Path, scale: str, data: str) -> None:
+    """Removes the records of another scale or of other data."""
     for path in (out / "notebooks").glob("*.json"):
         record = read_record(out, path.stem)
         if record and (record.scale, record.data) != (scale, data):
             path.unlink()
-    for name in names:
-        if not record_file(out, name).exists():
-            write_record(out, NotebookRecord(name, scale=scale, data=data))
 
 
 def lock_file(out: Path, name: str) -> Path:

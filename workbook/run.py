@@ -9,7 +9,7 @@ from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, require
 from lmcore.stopping import stop_signals
 from workbook.execution import STOP_SECONDS, execute
 from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, resolve_parameters
-from workbook.record import NotebookRecord, holding, plan, read_record, source_hash, write_record
+from workbook.record import NotebookRecord, holding, read_record, remove_others, source_hash, write_record
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
                 waiting.append((path, record))
             records.append(record)
         with holding(out, [record.name for _, record in waiting]):
-            plan(out, scale, data, [])
+            remove_others(out, scale, data)
             for _, record in waiting:
                 write_record(out, record)
             for path, record in waiting:

@@ -152,12 +152,11 @@ def curves(runs: Mapping[str, RunFolder]) -> "Image":
     from matplotlib.figure import Figure
 
     from workbook.knobs import DPI, as_png
-    from workbook.report.figures import PALETTE, label_ends
+    from workbook.report.figures import label_ends
 
     figure, ends = Figure((5.6, 3), layout="constrained", dpi=DPI), {}
     ax = figure.subplots()
-    colors = PALETTE if len(runs) <= len(PALETTE) else seaborn.husl_palette(len(runs))
-    for (name, run), color in zip(runs.items(), colors, strict=False):
+    for (name, run), color in zip(runs.items(), seaborn.husl_palette(len(runs), l=0.5), strict=True):
         with suppress(UserError):  # damaged: training repairs it, or says why not
             if lines := [(line["step"], line["train_loss"]) for line in run.metrics_lines()]:
                 ax.plot(*zip(*lines, strict=True), color=color)

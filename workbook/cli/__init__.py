@@ -67,14 +67,11 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
     return EXIT_FAILURE if lacking else 0
 
 
-LIMITS = Limits()
-
-
 def grade(
     handins: Annotated[Path, tyro.conf.Positional],
     to: Path = Path("grades"),
     handout: str = "cse599o-a1-part2",
-    limits: Annotated[Limits, tyro.conf.arg(name="")] = LIMITS,
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits(),  # noqa: B008 (never changed)
     at_once: int = 2,
 ) -> int:
     """Grade a folder of hand-ins: exercises run again, answers from tables, tables from records, training replayed.

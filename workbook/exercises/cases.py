@@ -28,7 +28,6 @@ from lmcore import accounting, functional, model, optimizer
 from lmcore.config import model_config, replace
 from lmcore.functional import cross_entropy, softmax
 from lmcore.functional import scaled_dot_product_attention as attention
-from lmcore.optimizer import EagerOptimizer, with_gradient
 from lmcore.tokenizer.pretokenize import GPT2_PATTERN
 from workbook.exercises import ranks
 from workbook.exercises.exercise import EXERCISES, Exercise, normal
@@ -69,19 +68,6 @@ HOURS = 3 * FORWARD * 1024 * 400_000 / (0.5 * 495e12) / 3600
 DAYS = 3 * FORWARD_2 * 1024 * 400_000 / (0.5 * 19.5e12) / (24 * 3600)
 
 
-class Momentum(EagerOptimizer):
-    """Gradient descent with momentum. PyTorch's own would first import its compiler: seconds."""
-
-    def __init__(self, params: Any, lr: float = 0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in with_gradient(self.param_groups[0]):
-            self.state[p]["m"] = 0.9 * self.state[p].get("m", 0.0) + p.grad
-            p -= self.param_groups[0]["lr"] * self.state[p]["m"]
-
-
 def resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     """A model after two steps, a checkpoint of `solution` = (save, load), and two more steps by new objects."""
     save, load = solution
@@ -89,7 +75,7 @@ def resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        return model, Momentum(model.parameters())
+        return model, optimizer.AdamW(model.parameters(), lr=0.1)
 
     first, second, file = new(), new(), io.BytesIO()
     train_loop(*first, [(x, y)] * 2)
@@ -103,7 +89,7 @@ def resumed(solution: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
 def linear_problem() -> list[tuple]:
     model = nn.Linear(2, 1)
     model.load_state_dict({"weight": normal(1, 2), "bias": normal(1)})
-    return [(model, Momentum(model.parameters()), [(normal(4, 2), normal(4, 1)) for _ in range(5)])]
+    return [(model, optimizer.AdamW(model.parameters(), lr=0.1), [(normal(4, 2), normal(4, 1)) for _ in range(5)])]
 
 
 def distributions() -> list[Tensor]:

@@ -1,8 +1,6 @@
 """`check`: a reader's solution beside the library's; what was solved is kept in the output folder."""
 
 import itertools
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from lmcore.errors import require
 from lmcore.files import locked, read_json, write_json
 from workbook.exercises import cases as cases  # fills EXERCISES
 from workbook.exercises import guard
-from workbook.exercises.exercise import EXERCISES, Exercise, converted, largest_error, places
+from workbook.exercises.exercise import EXERCISES, Exercise, places
 
 progress_file = Path("exercises.json")
 """Where what was solved is kept; `begin` sets it."""
@@ -39,19 +37,14 @@ def check(name: str, solution: Any) -> Any:
     `solution` is a function, a class, or the number that is asked for. Returns it if it is right, else the library's
     own, which later cells use. Raises `UserError` where there is no such exercise.
     """
-    exercise = of_name(name)
+    require(name in EXERCISES, f"There is no exercise {name!r}; there are {', '.join(EXERCISES)}.")
+    exercise = EXERCISES[name]
     verdict = judge(exercise, solution)
     keep(name, solved=verdict.passed)
     mark = "✓" if verdict.passed else "✗"
     goes_on = "" if verdict.passed else " What follows uses the library's."
     print(f"{mark} {name}: {verdict.words}{goes_on}")
     return solution if verdict.passed else exercise.answer
-
-
-def of_name(name: str) -> Exercise:
-    """The exercise of that name. Raises `UserError` where there is none."""
-    require(name in EXERCISES, f"There is no exercise {name!r}; there are {', '.join(EXERCISES)}.")
-    return EXERCISES[name]
 
 
 def judge(exercise: Exercise, solution: Any, guarded: bool = True) -> Verdict:
@@ -164,30 +157,3 @@ def status() -> pd.DataFrame:
         solved = f"{len(names) - len(left)} of {len(names)}"
         rows.append({"notebook": notebook, "solved": solved, "next": ", ".join(left[:3]) or "–"})
     return pd.DataFrame(rows).set_index("notebook")
-
-
-def compare(name: str, own: Callable, theirs: Callable | None = None) -> pd.DataFrame:
-    """One's own solution beside the library's, and beside `theirs`, PyTorch's, where there is one.
-
-    The columns: largest absolute error against the library's in float64, seconds for all cases (the least of five),
-    and the most bytes of tensors that exist at a time besides the arguments.
-    """
-    from lmcore.profiling.memory.recording import StorageEvents  # the fused step with it: seconds
-
-    exercise, rows = of_name(name), []
-    exact = exercise.of_inputs(exercise.answer, [tuple(map(converted, case)) for case in exercise.inputs()])
-    for whose, solution in (("yours", own), ("lmcore", exercise.answer), ("PyTorch", theirs)):
-        if solution is None:
-            continue
-        seconds = []
-        for _ in range(5):
-            inputs, start = exercise.inputs(), time.perf_counter()
-            found = exercise.of_inputs(solution, inputs)
-            seconds.append(time.perf_counter() - start)
-        with StorageEvents() as storages:
-            kept = exercise.of_inputs(solution, inputs := exercise.inputs())
-        peak = max(itertools.accumulate(event.bytes for event in storages.events), default=0)
-        del kept, inputs
-        error = largest_error(found, exact)
-        rows.append({"solution": whose, "error": error, "seconds": min(seconds), "bytes": peak})
-    return pd.DataFrame(rows).set_index("solution")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 EXERCISES: dict[str, "Exercise"] = {}
 """All exercises by name, in the order of the notebooks."""
@@ -159,10 +158,7 @@ def difference(found: Any, expected: Any, tolerance: float) -> str | None:
         if found.dtype != expected.dtype and found.shape == expected.shape:
             return f"The result is {found.dtype}, not {expected.dtype}.".replace("torch.", "")
         return _of_numbers(found.detach().double().numpy(), expected.detach().double().numpy(), tolerance)
-    if isinstance(expected, bool | str | bytes | None):
-        same = type(found) is type(expected) and found == expected
-        return None if same else f"{_shown(found)}, not {_shown(expected)}."
-    if isinstance(expected, int | float | np.ndarray):
+    if isinstance(expected, int | float | np.ndarray) and not isinstance(expected, bool):
         if not isinstance(found, int | float | np.ndarray | np.generic | Tensor):
             return f"The result is a {type(found).__name__}, not a number."
         return _of_numbers(np.asarray(found, float), np.asarray(expected, float), tolerance)
@@ -171,14 +167,15 @@ def difference(found: Any, expected: Any, tolerance: float) -> str | None:
             return f"The result is {_shown(found)}, where the keys are {', '.join(map(str, expected))}."
         parts = ((name, difference(found[name], expected[name], tolerance)) for name in expected)
         return next((f"{name}: {words}" for name, words in parts if words), None)
-    if isinstance(expected, Sequence):
+    if isinstance(expected, Sequence) and not isinstance(expected, str | bytes):
         if not isinstance(found, Sequence):
             return f"The result is a {type(found).__name__}, not a {type(expected).__name__}."
         parts = ((i, difference(*pair, tolerance)) for i, pair in enumerate(zip(found, expected, strict=False)))
         first = next((f"Item {index}: {words}" for index, words in parts if words), None)
         short = f"The result has {len(found)} items, not {len(expected)}."
         return first or (None if len(found) == len(expected) else short)
-    return None if found == expected else f"{_shown(found)}, not {_shown(expected)}."
+    same = type(found) is type(expected) and found == expected
+    return None if same else f"{_shown(found)}, not {_shown(expected)}."
 
 
 def _of_numbers(found: np.ndarray, expected: np.ndarray, tolerance: float) -> str | None:
@@ -198,14 +195,7 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}…"
 
 
-def largest_error(found: Any, expected: Any) -> float:
-    """Largest absolute difference of all numbers in two results of one form."""
-    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
-    numbers = [pair for pair in pairs if isinstance(pair[1], Tensor | int | float)]
-    return max((float((torch.as_tensor(a).double() - b).abs().max()) for a, b in numbers), default=0.0)
-
-
-def converted(value: Any, dtype: torch.dtype = torch.float64) -> Any:
+def converted(value: Any, dtype: torch.dtype) -> Any:
     """A tensor of floating-point numbers in this type; anything else as it is."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 

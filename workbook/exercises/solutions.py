@@ -1,4 +1,4 @@
-"""The solutions in the notebooks are the answers: `python -m workbook.exercises` copies them to a file.
+"""The solutions in the notebooks are the answers: `python -m workbook.exercises.solutions` copies them to a file.
 
 The library, also in the edition for students, reads that file: a notebook holds what its reader writes.
 """
@@ -6,7 +6,7 @@ The library, also in the edition for students, reads that file: a notebook holds
 import re
 from pathlib import Path
 
-from lmcore.files import read_json
+from lmcore.files import read_json, write_json
 from workbook.notebook import CHECK, EXERCISE, code_cells, read_notebook, tags
 
 CHECK_CALL = re.compile(r'(?:(?P<target>.+?) = )?check\("(?P<name>\w+)", (?P<solution>.+)\)')
@@ -31,3 +31,7 @@ def solutions(notebooks: Path) -> dict[str, list[str]]:
 def kept_solutions() -> dict[str, list[str]]:
     """What `solutions` found when the file was written."""
     return read_json(FILE)
+
+
+if __name__ == "__main__":
+    write_json(FILE, solutions(Path(__file__).parents[2] / "notebooks"))

@@ -26,21 +26,6 @@ NUMBER = re.compile(r"–|[-+−±~]?[\d.,]+[\w.,\s×±%/()−–-]*")
 BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
-class Answer(Markdown):
-    """A quoted block that begins with a uniform marker; its metadata holds what it was made of."""
-
-    def __init__(self, name: str, part: str, text: str, holds: Mapping[str, bool], missing: str):
-        label = f"{name} ({part})" if part else name
-        gap = "\n\n" if BLOCK_START.match(text) else " "
-        failed = [conclusion for conclusion, true in holds.items() if not true]
-        note = f"\n\n*Missing:* {missing}." if missing else ""
-        note += f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
-        lines = f"**Answer — {label}.**{gap}{text}{note}".split("\n")
-        super().__init__("\n".join(f"> {line}".rstrip() for line in lines))  # a box wherever it is shown
-        found = {"problem": name, "part": part, "text": text, "holds": dict(holds), "missing": missing}
-        self.metadata = {METADATA_KEY: found}
-
-
 def answer(problem: str, text: Any, holds: Mapping[str, Any] | None = None, missing: str = "") -> Markdown:
     """The answer to a handout problem, to be the last expression of its cell.
 
@@ -58,7 +43,14 @@ def answer(problem: str, text: Any, holds: Mapping[str, Any] | None = None, miss
     text = NOT_A_NUMBER.sub("(not measured)", inspect.cleandoc(text))
     require(bool(text), f"The answer to {problem} is empty.")
     held = {conclusion: bool(np.all(true)) for conclusion, true in (holds or {}).items()}
-    return Answer(match[1], match[2] or "", text, held, missing)
+    found = {"problem": match[1], "part": match[2] or "", "text": text, "holds": held, "missing": missing}
+    failed = [conclusion for conclusion, true in held.items() if not true]
+    note = f"\n\n*Missing:* {missing}." if missing else ""
+    note += f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
+    gap = "\n\n" if BLOCK_START.match(text) else " "
+    lines = f"**Answer — {problem.strip()}.**{gap}{text}{note}".split("\n")
+    # a quoted block is a box wherever it is shown; by its metadata the writeup finds it
+    return Markdown("\n".join(f"> {line}".rstrip() for line in lines), metadata={METADATA_KEY: found})
 
 
 def escaped(text: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from lmcore.data import PreparedData
+from lmcore.errors import FINISHED
 from lmcore.provenance import utc_now
 from lmcore.run import RunFolder
 from workbook.report.results import ENVIRONMENT, Results, in_common
@@ -26,9 +27,8 @@ CURVE_COLUMNS = ["step", "tokens", "seconds", "train_loss", "valid_loss", "lr", 
 
 def unigram_entropy(data: PreparedData) -> float:
     """Entropy of the frequencies of the training tokens, in nats: the loss of a model that knows nothing else."""
-    counts = np.zeros(data.vocab_size, dtype=np.int64)
-    for first in range(0, len(data.train), COUNT_CHUNK):
-        counts += np.bincount(data.train[first : first + COUNT_CHUNK], minlength=data.vocab_size)
+    parts = np.array_split(data.train, 1 + len(data.train) // COUNT_CHUNK)
+    counts = sum(np.bincount(part, minlength=data.vocab_size) for part in parts)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -55,9 +55,10 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
     """A row of `run_table`."""
     config, status, metrics = run.config(), run.status(), run.metrics()
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
-    evaluated = metrics["valid_loss"].dropna()
+    losses, evaluated = metrics["train_loss"], metrics["valid_loss"].dropna()
     diverged_at = status.get("diverged_at_step", divergence_step(metrics, config.model.vocab_size))
-    outcome = _outcome(status["state"], diverged_at)
+    outcome = "diverged" if status["state"] == "complete" and diverged_at is not None else status["state"]
+    outcome = outcome if outcome in (*FINISHED, "failed") else "interrupted"
     environment = run.environment() if run.environment_file.exists() else {}
     return {
         "name": name,
@@ -74,18 +75,12 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
         "final_valid_loss": float(evaluated.iloc[-1]) if outcome == "complete" and len(evaluated) else None,
         "best_valid_loss": float(evaluated.min()) if len(evaluated) else None,
         "diverged_at_step": diverged_at if outcome == "diverged" else None,
-        "max_spike": largest_rise(metrics["train_loss"]),
+        "max_spike": float((losses - losses.cummin()).max()) if len(losses) else None,
         "seconds": status.get("seconds"),
         "tokens_per_second": float(steady.median()) if len(steady) else None,
         "peak_memory_bytes": _peak_memory(metrics),
         "device": environment.get("device"),
     }
-
-
-def _outcome(state: str, diverged_at: int | None) -> str:
-    if state == "complete" and diverged_at is not None:
-        return "diverged"
-    return state if state in ("complete", "diverged", "out of memory", "failed") else "interrupted"
 
 
 def _peak_memory(metrics: pd.DataFrame) -> int | None:
@@ -94,11 +89,6 @@ def _peak_memory(metrics: pd.DataFrame) -> int | None:
         return None
     evaluated = metrics.index[metrics["valid_loss"].notna()]
     return int(metrics["peak_memory_bytes"].loc[: evaluated[0] if len(evaluated) else None].max())
-
-
-def largest_rise(losses: pd.Series) -> float | None:
-    """Largest rise of a loss above the lowest value before it; None without a value."""
-    return float((losses - losses.cummin()).max()) if len(losses) else None
 
 
 def divergence_step(metrics: pd.DataFrame, vocab_size: int) -> int | None:

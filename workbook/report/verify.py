@@ -30,13 +30,12 @@ def writeup_faults(out: Path, only: str = "") -> list[str]:
         file = out / "writeup" / f"{HANDOUTS[handout].name}.pdf"
         try:
             pages, keywords = pages_and_keywords(file)
+            others = f"{file} was made from other notebooks than these: run `workbook writeup {out}`."
+            require(made_from in keywords, others)
+            most = HANDOUTS[handout].most_pages
+            require(pages <= most, f"{file} has {pages} pages, and at most {most} are asked for.")
         except UserError as error:
             faults.append(str(error))
-            continue
-        if made_from not in keywords:
-            faults.append(f"{file} was made from other notebooks than these: run `workbook writeup {out}`.")
-        if pages > HANDOUTS[handout].most_pages:
-            faults.append(f"{file} has {pages} pages, and at most {HANDOUTS[handout].most_pages} are asked for.")
     return faults
 
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,8 @@ def provenance(records: list[NotebookRecord], tables: list[Any]) -> dict[str, st
     """
     executed = [record.environment or {} for record in records if record.state != "not run"]
     given = [table.get("provenance") or {} for table in tables]
-    sources = [source for each in given for source in _listed(each.get("data")) if source.get("request")]
+    asked = [data.get("request") for each in given for data in _listed(each.get("data"))]
+    names = [request["source"]["name"] for request in asked if request]
     commits: dict[str, list[str]] = {}
     for each in [each for each in given if each.get("device")] or executed:
         changed = " with uncommitted changes" if any(_listed(each.get("git_dirty"))) else ""
@@ -124,13 +124,9 @@ def provenance(records: list[NotebookRecord], tables: list[Any]) -> dict[str, st
     machines = [f"{device} ({', '.join(sorted({*of})) or 'not from a git checkout'})" for device, of in commits.items()]
     return {
         "Measured on (at the commits)": "; ".join(machines),
-        "Text": _once(each["request"]["source"]["name"] for each in sources) or Path(str(records[0].data)).name,
+        "Text": "; ".join(dict.fromkeys(names)) or Path(str(records[0].data)).name,
         "Scale": f"{records[0].scale}, of the workbook's smoke, laptop and gpu",
     }
-
-
-def _once(values: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(values))
 
 
 def _listed(value: Any) -> list:
