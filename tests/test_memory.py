@@ -86,8 +86,8 @@ def test_categories_follow_addresses_and_lifetimes():
         (8, 9, 10, "no Python frame"): ("temporary", "optimizer", "optimizer, no Python frame"),
     }
     table = pd.DataFrame([*expected], columns=["address", "first", "last", "source"]).assign(bytes=10)
-    history = History("t", table, range(10), stages)
-    found = explained(history, {1: Event(1, 10, "w", "parameters")}, {3: "w"}).allocations
+    history, gradients = History("t", table, range(10), stages), {3: Event(3, 10, "gradient of w", "gradients")}
+    found = explained(history, [(0, {1: Event(1, 10, "w", "parameters")}), (8, gradients)]).allocations
     assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
 
 

@@ -29,7 +29,7 @@ from lmcore.fast.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
 from lmcore.fast.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-from lmcore.profiling.memory.profile import gradient_storages, standing_storages
+from lmcore.profiling.memory.profile import storages_of
 from lmcore.profiling.memory.recording import StorageEvents
 from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, levels, summary
@@ -193,12 +193,12 @@ def _peak(config: WorkloadConfig) -> dict[str, Any]:
     with fake_memory() as memory:
         work = FakeWorkload(config, model)
         work.optimizer.zero_grad(set_to_none=True)
-        standing = standing_storages(work)
+        standing = storages_of(work)
         memory.events.clear()
         held = work.step(memory.span)
         history = memory.history("fake tensors", standing.values())
         del held
-    history = explained(history, standing, gradient_storages(work.model))
+    history = explained(history, [(0, standing), (len(history.seconds) - 1, storages_of(work))])
     said, total = summary(history), levels(history).sum(axis=1)
     first, peak = history.stages[said["peak_stage"]][0], said["peak_event"]
     made = history.allocations[history.allocations["first"].between(first + 1, peak)].set_index("first")["source"]

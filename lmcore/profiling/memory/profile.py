@@ -1,19 +1,24 @@
 """Memory of one step: peaks, and every allocation with its category, stage and source (CS336 A2, 2025 §1.1.6)."""
 
+import contextlib
 import dataclasses
 import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 from lmcore.device import device_name, select_device
 from lmcore.files import atomic_write
 from lmcore.profiling.memory.recording import PEAKS, record_cpu, record_cuda, storage_address
 from lmcore.profiling.memory.snapshot import Event
-from lmcore.profiling.memory.timeline import explained, summary
-from lmcore.profiling.workload import Workload, WorkloadConfig
+from lmcore.profiling.memory.timeline import explained, summary, with_forward_stages
+from lmcore.profiling.workload import Span, Workload, WorkloadConfig
 
 SNAPSHOT = "memory_snapshot.pickle"
 
@@ -38,24 +43,45 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     "gradient of …", "m of …", "inputs").
     """
     workload = prepared(config)
-    standing, step = standing_storages(workload), workload.step
-    on_gpu = workload.device.type == "cuda"
-    if on_gpu:
-        history, peaks, snapshot = record_cuda(step, workload.device)
-    else:
-        history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
+    found, snapshot = explained_step(workload.step, workload.device, partial(storages_of, workload))
     kept = None
     if snapshot and keep_snapshot:  # for pytorch.org/memory_viz
         with atomic_write(folder / SNAPSHOT) as file:
             pickle.dump(snapshot, file)
         kept = {"file": SNAPSHOT, "bytes": (folder / SNAPSHOT).stat().st_size}
-    return {
-        "device": device_name(workload.device),
-        **summary(explained(history, standing, gradient_storages(workload.model))),
-        **peaks,
-        "snapshot": kept,
-        "notes": [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated,
-    }
+    return found | {"snapshot": kept}
+
+
+def explained_step(
+    step: Callable[[Span], Any], device: torch.device, owned: Callable[[], Mapping[int, Event]]
+) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Records `step(span)`: what `profile_memory` returns, without "snapshot"; and the snapshot itself, None off CUDA.
+
+    `owned` says which storages are known at the moment, by address; it is asked before and after the step and after
+    each backward pass, as a step may drop its gradients.
+    """
+    before, after_backward, on_gpu = owned(), {}, device.type == "cuda"
+
+    def watched(span: Span) -> Any:
+        @contextlib.contextmanager
+        def stage(name: str) -> Iterator[None]:
+            with span(name):
+                yield
+            if name.startswith("backward"):
+                after_backward[name] = owned()
+
+        return step(stage)
+
+    if on_gpu:
+        history, peaks, snapshot = record_cuda(watched, device)
+    else:
+        history, peaks, snapshot = record_cpu(watched, before.values()), dict.fromkeys(PEAKS), None
+    history = with_forward_stages(history)
+    owners = [(history.stages[name][1], known) for name, known in after_backward.items()]
+    owners = [(0, before), *owners, (len(history.seconds) - 1, owned())]
+    notes = [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated
+    found = summary(explained(history, owners))
+    return {"device": device_name(device), **found, **peaks, "notes": notes}, snapshot
 
 
 def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -79,26 +105,39 @@ def prepared(config: WorkloadConfig) -> Workload:
     return workload
 
 
-def standing_storages(workload: Workload) -> dict[int, Event]:
-    """The storages that are there before the step, by address: parameters, optimizer state, buffers and the batch."""
-    parameters = dict(workload.model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    state = {
-        f"{key} of {names[id(parameter)]}": value
-        for parameter, values in workload.optimizer.state.items()
+def storages_of(workload: Workload) -> dict[int, Event]:
+    """`known_storages` of a workload, the batch among them."""
+    batch = [("inputs", workload.inputs), ("targets", workload.targets)]
+    return known_storages(workload.device, workload.model, workload.optimizer, batch)
+
+
+def known_storages(
+    device: torch.device, model: Module | None, optimizer: Any = None, others: Sequence[tuple[str, Tensor]] = ()
+) -> dict[int, Event]:
+    """The storages on a device that have an owner, by address: parameters, gradients, optimizer state, buffers, others.
+
+    Parameters that only the optimizer knows go by their number in its groups.
+    """
+    parameters = [*model.named_parameters()] if model is not None else []
+    groups = optimizer.param_groups if optimizer is not None else ()
+    parameters += [(f"parameter {n}", p) for n, p in enumerate(p for group in groups for p in group["params"])]
+    names = {id(p): name for name, p in reversed(parameters)}
+    state = [
+        (f"{key} of {names.get(id(parameter), 'a parameter')}", tensor)
+        for parameter, values in (optimizer.state.items() if optimizer is not None else ())
         for key, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    others = {**dict(workload.model.named_buffers()), "inputs": workload.inputs, "targets": workload.targets}
+        for tensor in tree_leaves(value)
+    ]
+    buffers = [*model.named_buffers()] if model is not None else []
     found: dict[int, Event] = {}
-    for category, tensors in (("parameters", parameters), ("optimizer state", state), ("other", others)):
-        for name, tensor in tensors.items():
-            address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
-            if tensor.device.type == workload.device.type and size:
+    for category, tensors in (
+        ("parameters", parameters),
+        ("gradients", [(f"gradient of {name}", p.grad) for name, p in parameters]),
+        ("optimizer state", state),
+        ("other", [*buffers, *others]),
+    ):
+        for name, tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == device.type and tensor.untyped_storage().nbytes():
+                address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
                 found.setdefault(address, Event(address, size, name, category))
     return found
-
-
-def gradient_storages(model: Module) -> dict[int, str]:
-    """Names of the parameters whose gradients lie at these addresses."""
-    return {storage_address(p.grad): name for name, p in model.named_parameters() if p.grad is not None}

@@ -34,6 +34,9 @@ FREED = ("free_completed", "free")
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
+PROFILERS = "lmcore/profiling/"
+"""Frames in here call the code that is watched."""
+
 
 class Event(NamedTuple):
     """One allocation (`bytes` > 0) or free (`bytes` <= 0) at an address."""
@@ -152,20 +155,33 @@ def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterabl
 def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
     """Where an allocation comes from, of a stack with the innermost frame first.
 
-    The innermost frame in lmcore as "lmcore/model.py:59 Linear.forward"; without one the innermost Python frame that
-    is not PyTorch's own; else the operation of the backward pass, where C++ frames name it; else `NO_FRAME`.
+    That of `innermost`; without one the operation of the backward pass, where C++ frames name it; else `NO_FRAME`.
     """
-    python = [frame for frame in frames if PYTHON_FILE.fullmatch(str(frame["filename"]))]
-    for frame in python:
-        if ours := frame_in_lmcore(frame["filename"], frame["line"], frame["name"]):
-            return ours
-    for frame in python:
-        if "/torch/" not in frame["filename"]:
-            return f"{'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']} {frame['name']}"
+    told = [(str(frame["filename"]), frame["line"], frame["name"]) for frame in frames]
+    if python := innermost((frame_in_lmcore(*frame), frame_elsewhere(*frame)) for frame in told):
+        return python
     for frame in frames:
         if operation := re.search(r"(\w+Backward\d*)::apply", frame["name"]):
             return operation[1]
     return NO_FRAME
+
+
+def innermost(frames: Iterable[tuple[str | None, str | None]]) -> str | None:
+    """The innermost of a stack's frames in lmcore; or, where that is one of the profilers and they have called code
+    elsewhere, the innermost frame of that. Each frame as told by `frame_in_lmcore` and by `frame_elsewhere`."""
+    called = None
+    for ours, other in frames:
+        if ours:
+            return called if called and ours.startswith(PROFILERS) else ours
+        called = called or other
+    return called
+
+
+def frame_elsewhere(filename: str, line: int, name: str) -> str | None:
+    """A frame of Python as "folder/script.py:7 main"; None for PyTorch's own and for one of C++."""
+    if not PYTHON_FILE.fullmatch(filename) or "/torch/" in filename:
+        return None
+    return f"{'/'.join(Path(filename).parts[-2:])}:{line} {name}"
 
 
 def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
@@ -180,8 +196,12 @@ def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
 
 
 def running_line(frame: FrameType) -> str:
-    """The innermost line of lmcore that a running stack goes through, as "lmcore/model.py:59 Linear.forward"."""
-    for caller, line in traceback.walk_stack(frame):
-        if caller.f_code.co_filename.startswith(str(PACKAGE)):
-            return f"{caller.f_code.co_filename[len(str(PACKAGE.parent)) + 1 :]}:{line} {caller.f_code.co_qualname}"
-    return "elsewhere"
+    """The `innermost` line that a running stack goes through, as "lmcore/model.py:59 Linear.forward"."""
+
+    def told(file: str, line: int, name: str) -> tuple[str | None, str | None]:
+        ours = file.startswith(str(PACKAGE))
+        short = f"{file[len(str(PACKAGE.parent)) + 1 :]}:{line} {name}"
+        return (short, None) if ours else (None, frame_elsewhere(file, line, name))
+
+    stack = ((one.f_code, line) for one, line in traceback.walk_stack(frame))
+    return innermost(told(code.co_filename, line, code.co_qualname) for code, line in stack) or "elsewhere"

@@ -1,7 +1,7 @@
 """What an allocation history says: what memory was for, its peaks, its course over time, the largest allocations."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,26 +17,37 @@ TIMELINE_POINTS = 2_000
 LARGEST = 25
 
 
-def explained(history: History, standing: Mapping[int, Event], gradients: Mapping[int, str]) -> History:
+def with_forward_stages(history: History) -> History:
+    """The history with a stage "forward" before each backward pass, where the step does not name its own; of a step
+    without stages with the one stage "step"."""
+    if "forward" in history.stages:
+        return history
+    stages, reached = {}, 0
+    for name, (first, last) in history.stages.items():
+        if name.startswith("backward"):
+            stages[name.replace("backward", "forward")] = (reached, first)
+        stages[name], reached = (first, last), last
+    return dataclasses.replace(history, stages=stages or {"step": (0, len(history.seconds) - 1)})
+
+
+def explained(history: History, owners: Sequence[tuple[int, Mapping[int, Event]]]) -> History:
     """The history with category, stage and source of every allocation (see `profile_memory`).
 
-    By address, `standing` holds the storages known to be there before, and `gradients` names those that hold gradients
-    when the backward pass ends.
+    `owners` tells, for some states, which storages then are known, by address: such as parameters and gradients.
     """
-    backward = history.stages.get("backward")
+    backward = [first for name, (first, _) in history.stages.items() if name.startswith("backward")]
 
     def explain(a: Any) -> tuple[str, str | None, str]:
-        if a.first == 0:
-            unnamed = "there before, without a name" if a.source == NO_FRAME else a.source  # such as workspaces
-            known = standing.get(a.address, Event(a.address, a.bytes, unnamed, "other"))
-            return known.category, None, known.source
         stage = history.stage_at(a.first)
+        for state, known in owners:
+            if a.first <= state < a.last and (owner := known.get(a.address)):
+                return owner.category, stage, owner.source
+        if a.first == 0:  # such as workspaces
+            return "other", None, "there before, without a name" if a.source == NO_FRAME else a.source
         source = f"{stage or 'between stages'}, {NO_FRAME}" if a.source == NO_FRAME else a.source
-        if backward and a.first <= backward[1] < a.last and a.address in gradients:
-            return "gradients", stage, f"gradient of {gradients[a.address]}"
-        if backward and stage in ("forward", "loss") and a.last > backward[0]:
+        if str(stage).startswith(("forward", "loss")) and any(a.first <= first < a.last for first in backward):
             return "activations", stage, source
-        again = stage == "backward" and source.startswith("lmcore/") and "workload.py" not in source
+        again = str(stage).startswith("backward") and source.startswith("lmcore/") and "workload.py" not in source
         return "temporary", stage, f"{source}, computed again" if again else source
 
     told = [explain(a) for a in history.allocations.itertuples()]
@@ -60,7 +71,8 @@ def summary(history: History) -> dict[str, Any]:
     """What an explained history says, in bytes and in states (state k is after k allocations and frees).
 
     "tool"; "truncated": the record was full and lost its beginning; "events": how many there are; "before_bytes",
-    "peak_bytes", "after_bytes", and the same as {category: bytes} with "_by_category"; "peak_event" and "peak_stage":
+    "peak_bytes", "after_bytes", and the same as {category: bytes} with "_by_category"; "most_by_category": each
+    category's own peak; "peak_event" and "peak_stage":
     when the peak is; "categories"; "stages": name, first_event, last_event, start_bytes, end_bytes and peak_bytes of
     each; "timeline": {"event": […], "seconds": […], "bytes": {category: […]}}, where a value holds until the next one;
     "largest": the largest allocations of the record.
@@ -89,6 +101,7 @@ def summary(history: History) -> dict[str, Any]:
         "peak_stage": history.stage_at(peak),
         "categories": list(by_category),
         **{f"{when}_by_category": by_category.loc[state].to_dict() for when, state in moments.items()},
+        "most_by_category": by_category.max().to_dict(),
         "stages": stages,
         "timeline": timeline(history, by_category),
         "largest": largest(history.allocations[made]),
