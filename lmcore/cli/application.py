@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 from tyro.extras import SubcommandApp
 
-from lmcore.cli import benchmark, chat, data, doctor, exchange, memory, nsys, runs, training
+from lmcore.cli import benchmark, chat, data, doctor, exchange, memory, nsys, profile, runs, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -38,7 +38,7 @@ def application(arguments: Sequence[str]) -> Commands:
         "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
     }
-    return by_name(doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory, runs.runs) | groups
+    return by_name(doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory, profile.profile, runs.runs) | groups
 
 
 def by_name(*functions: Command) -> dict[str, Command]:

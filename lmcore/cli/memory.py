@@ -66,13 +66,14 @@ def described(result: Mapping[str, Any], top: int) -> str:
     text = f"{result['tool']}, {result['events']:,} events. Peak: {size(result['peak_bytes'])}{where}."
     if result.get("torch_peak_bytes"):
         text += f" The allocator itself counts {size(result['torch_peak_bytes'])}, rounded up."
-    splits = [result[f"{when}_by_category"] for when in ("before", "peak", "after")]
+    heads = {"before": "before", "peak": "at the peak", "after": "after", "most": "its own peak"}
+    splits = {head: result[f"{when}_by_category"] for when, head in heads.items() if f"{when}_by_category" in result}
     tables = {
         ("stage", "peak", "at its end"): [
             (s["name"], size(s["peak_bytes"]), size(s["end_bytes"])) for s in result["stages"]
         ],
-        ("memory for", "before", "at the peak", "after"): [
-            (name, *(size(split[name]) for split in splits)) for name in result["categories"]
+        ("memory for", *splits): [
+            (name, *(size(split[name]) for split in splits.values())) for name in result["categories"]
         ],
         ("largest", "count", "memory for", "stage", "source"): [
             (size(row["bytes"]), row["count"], row["category"], row["stage"], printable(row["source"], kept=""))

@@ -22,7 +22,8 @@ HEADERS = {
     "seconds": ("open (ms)", 1e3), "gpu_seconds": ("gpu (ms)", 1e3), "busy_seconds": ("busy (ms)", 1e3),
     "idle_seconds": ("idle (ms)", 1e3), "total_seconds": ("total (ms)", 1e3), "mean_seconds": ("mean (ms)", 1e3),
     "share": ("share (%)", 100.0), "matmul share": ("matmul (%)", 100.0), "bytes": ("MB", 1e-6),
-    "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
+    "median": ("median (ms)", 1e3), "mean": ("mean (ms)", 1e3), "std": ("std (ms)", 1e3),
+    "spread": ("spread (ms)", 1e3), "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
 }  # fmt: skip
 """What columns of tables are called here, and the factor to their unit."""
 
@@ -101,9 +102,7 @@ def report_lines(trace: "Trace", range: str | None, top: int) -> list[str]:
 
 
 def profile_lines(record: Mapping[str, Any], top: int) -> list[str]:
-    """Ranges and kernels of a case's record, blocks together, times of one pass; or why it has no result."""
-    import pandas as pd
-
+    """`pass_lines` of a case's record, or why it has no result."""
     if record["outcome"] != "complete":
         return [f"{record['outcome']}: {record['reason']}"]
     result = record["result"]
@@ -111,14 +110,22 @@ def profile_lines(record: Mapping[str, Any], top: int) -> list[str]:
     if result["training_outcome"] == "out of memory":
         lines.append(f"A training step does not fit into the memory: {result['training_reason']}")
     for part in filter(None, (result["inference"], result["training"])):
-        ranges, categories, kernels = (pd.DataFrame(part[what]) for what in ("ranges", "categories", "kernels"))
-        total = categories.groupby("path")["seconds"].sum()
-        matmul = categories[categories["category"] == "matmul"].set_index("path")["seconds"]
-        ranges["matmul share"] = ranges["path"].map(matmul.reindex(total.index, fill_value=0) / total)
-        first = kernels[kernels["path"] == ranges["path"].iloc[0]].head(top)
-        first = first.assign(share=first["seconds"] / total[ranges["path"].iloc[0]]).drop(columns=["path", "name"])
-        lines += text(ranges.rename(columns={"path": "range", "instances": "per pass"}))
-        lines += text(first.rename(columns={"seconds": "total_seconds"}))
+        lines += pass_lines(part, top)
+    return lines
+
+
+def pass_lines(part: Mapping[str, Any], top: int) -> list[str]:
+    """Ranges, kernels of the outermost one and their categories, of a `summary`: blocks together, times of one pass."""
+    import pandas as pd
+
+    ranges, categories, kernels = (pd.DataFrame(part[what]) for what in ("ranges", "categories", "kernels"))
+    total, whole = categories.groupby("path")["seconds"].sum(), ranges["path"].iloc[0]
+    matmul = categories[categories["category"] == "matmul"].set_index("path")["seconds"]
+    ranges["matmul share"] = ranges["path"].map(matmul.reindex(total.index, fill_value=0) / total)
+    lines = text(ranges.rename(columns={"path": "range", "instances": "per pass"}))
+    for table in (kernels[kernels["path"] == whole].head(top), categories[categories["path"] == whole]):
+        table = table.assign(share=table["seconds"] / total[whole]).drop(columns=["path", "name"], errors="ignore")
+        lines += text(table.rename(columns={"seconds": "total_seconds"}))
     return lines
 
 

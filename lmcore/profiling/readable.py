@@ -63,6 +63,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "tokens/s": known(row["tokens_per_second"], "{:,.0f}".format),
             "MFU": known(row["mfu"], "{:.1%}".format),
             "peak memory": known(row["peak_memory_bytes"], format_bytes),
+            "J/step": known(row.get("joules_per_step"), format_significant),
         }
         for row in table.to_dict("records")
     )

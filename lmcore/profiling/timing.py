@@ -18,6 +18,7 @@ from lmcore import accounting
 from lmcore.config import ModelConfig, from_dict
 from lmcore.device import device_name, peak_flops, synchronize
 from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.energy import joules_per_step
 from lmcore.profiling.nsys.trace import occupied
 from lmcore.profiling.runner import Task, run_cases
 from lmcore.profiling.workload import PHASES, Workload
@@ -216,8 +217,8 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
     CUDA; of a fused case that of all steps: a CUDA graph's memory counts only while it is captured, in the first one.
-    The result holds `samples`, one for each step with `warmup` true or false, in order, and `busy_steps`, the
-    `busy_seconds` of a few more steps.
+    The result holds `samples`, one for each step with `warmup` true or false, in order, `busy_steps`, the
+    `busy_seconds` of a few more steps, and `joules_per_step`, that of further ones, None where no GPU counts them.
     """
     return timed_steps(Workload, config)
 
@@ -240,6 +241,8 @@ def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConf
         "peak_memory_bytes": torch.cuda.max_memory_allocated(watch.device) if watch.cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(watch.device) if watch.cuda else None,
     }
+    walls = [sample["wall"] for sample in samples if not sample["warmup"]]
+    result["joules_per_step"] = joules_per_step(watch.workload.step, watch.device, statistics.median(walls))
     busy = watch.cuda and config.ops == "plain"  # the profiler may miss a graph that was captured before it started
     return result | {"busy_steps": [busy_seconds(watch.workload) for _ in range(BUSY_STEPS if busy else 0)]}
 
@@ -376,7 +379,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "flops": flops,
         "flops_per_second": flops / median if median else None,
         "mfu": flops / median / peak if median and peak else None,
-        **{"peak_memory_bytes": None, "peak_reserved_bytes": None} | measured,
+        **{"peak_memory_bytes": None, "peak_reserved_bytes": None, "joules_per_step": None} | measured,
         "device": device,
     }
 

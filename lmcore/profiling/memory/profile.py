@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,17 +59,18 @@ def explained_step(
     """Records `step(span)`: what `profile_memory` returns, without "snapshot"; and the snapshot itself, None off CUDA.
 
     `owned` says which storages are known at the moment, by address; it is asked before and after the step and after
-    each backward pass, as a step may drop its gradients.
+    each stage, as a step may drop its gradients. Of several stages of one name the second is "backward 2".
     """
-    before, after_backward, on_gpu = owned(), {}, device.type == "cuda"
+    before, after_stage, times, on_gpu = owned(), {}, Counter(), device.type == "cuda"
 
     def watched(span: Span) -> Any:
         @contextlib.contextmanager
         def stage(name: str) -> Iterator[None]:
-            with span(name):
+            times[name] += 1
+            numbered = name if times[name] == 1 else f"{name} {times[name]}"
+            with span(numbered):
                 yield
-            if name.startswith("backward"):
-                after_backward[name] = owned()
+            after_stage[numbered] = owned()
 
         return step(stage)
 
@@ -77,7 +79,7 @@ def explained_step(
     else:
         history, peaks, snapshot = record_cpu(watched, before.values()), dict.fromkeys(PEAKS), None
     history = with_forward_stages(history)
-    owners = [(history.stages[name][1], known) for name, known in after_backward.items()]
+    owners = [(history.stages[name][1], known) for name, known in after_stage.items()]
     owners = [(0, before), *owners, (len(history.seconds) - 1, owned())]
     notes = [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated
     found = summary(explained(history, owners))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmcore.device import reset_peak_memory
-from lmcore.profiling.memory.snapshot import Event, History, history_of, replay, running_line
+from lmcore.profiling.memory.snapshot import PROFILERS, Event, History, history_of, replay, running_line
 from lmcore.profiling.workload import Span
 
 MAX_ENTRIES = 1_000_000
@@ -100,7 +100,7 @@ class StorageEvents(TorchDispatchMode):
                 self.alive[address] = size
                 if operator is not None:
                     line, node = running_line(sys._getframe(2)), torch._C._current_autograd_node()
-                    line = node.name() if node and line.startswith("lmcore/profiling/") else f"{line}, {operator}"
+                    line = node.name() if node and line.startswith(PROFILERS) else f"{line}, {operator}"
                     self.add(Event(address, size, line))
                 weakref.finalize(storage, self._end, address).atexit = False
 

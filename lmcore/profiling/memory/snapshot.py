@@ -34,8 +34,8 @@ FREED = ("free_completed", "free")
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
-PROFILERS = "lmcore/profiling/"
-"""Frames in here call the code that is watched."""
+PROFILERS = ("lmcore/profiling/", "lmcore/cli/")
+"""What calls the code that is watched."""
 
 
 class Event(NamedTuple):

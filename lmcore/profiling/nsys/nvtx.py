@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lmcore.model
 from lmcore.functional import at_least_float32, softmax
-from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock
+from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock, TransformerLM
 from lmcore.profiling.workload import Span, no_span
 
 
@@ -28,6 +28,25 @@ def annotated_scaled_dot_product_attention(
         del scores  # as early as in the original, where it has no name outside the expression
         with span("final matmul"):
             return weights @ V
+
+
+def range_names(model: nn.Module) -> dict[str, str]:
+    """The ranges of a model's modules, by their paths.
+
+    Of a `TransformerLM` those of its parts; of any other model all modules, as Python finds them in it, such as
+    `encoder.layers[0].linear1` with the number in a list in brackets, and the model itself by its class. A compiled model has none.
+    """
+    modules = dict(model.named_modules())
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in modules.values()):
+        return {}
+    if isinstance(model, TransformerLM):
+        return {path: name for path, module in modules.items() if (name := range_name(path, module)) is not None}
+    names = {"": ""}
+    for path in [*modules][1:]:
+        parent, _, last = path.rpartition(".")
+        of_list = isinstance(modules.get(parent), nn.ModuleList)
+        names[path] = names[parent] + (f"[{last}]" if of_list else f".{last}" if parent else last)
+    return names | {"": type(model).__name__}
 
 
 def range_name(path: str, module: nn.Module) -> str | None:
@@ -52,7 +71,8 @@ def in_span(function: Callable[..., Any], name: str, span: Span) -> Callable[...
 
 @contextmanager
 def annotated(model: nn.Module, span: Span) -> Iterator[None]:
-    """Puts `span` on the model's parts: embeddings, blocks, norms, attention and its parts, feed-forward, LM head.
+    """Puts `span` on the model's parts: embeddings, blocks, norms, attention and its parts, feed-forward, LM head; of a
+    model that is not lmcore's on all its modules (see `range_names`).
 
     Each module's forward runs in its range, and the attention of `lmcore.model` is swapped for the annotated one, as
     the handout shows; results are bitwise the same. On leaving, also by an error, all is as it was. With `no_span`
@@ -62,11 +82,14 @@ def annotated(model: nn.Module, span: Span) -> Iterator[None]:
         yield
         return
     with ExitStack() as undo:
-        for path, module in model.named_modules():
-            if (name := range_name(path, module)) is not None:
-                module.forward = in_span(module.forward, name, span)  # of this module, before that of its class
-                undo.callback(delattr, module, "forward")
-            if (kernel := getattr(module, "kernel", None)) is not None:
+        modules = dict(model.named_modules())
+        for path, name in range_names(model).items():
+            own = vars(modules[path])
+            undo.callback(own.update, {"forward": own["forward"]} if "forward" in own else {})
+            modules[path].forward = in_span(modules[path].forward, name, span)  # of this module, not of its class
+            undo.callback(delattr, modules[path], "forward")
+        for module in modules.values():
+            if isinstance(module, CausalMultiHeadSelfAttention) and (kernel := module.kernel) is not None:
                 module.kernel = in_span(kernel, "scaled dot product attention", span)
                 undo.callback(setattr, module, "kernel", kernel)
         undo.callback(setattr, lmcore.model, "scaled_dot_product_attention", lmcore.model.scaled_dot_product_attention)

@@ -153,7 +153,8 @@ def profile_with_torch(config: WorkloadConfig, folder: Path) -> tuple[Trace, dic
 
 
 def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
-    """What one pass of those named `top` is made of, by path, such as `inference/forward/block */ffn`, blocks together.
+    """What one pass of those named `top` is made of, by path, such as `inference/forward/block */ffn`, blocks together,
+    and modules of one list: `step/Encoder/layers[*]`.
 
     Rows: "ranges" {path, instances, seconds, gpu_seconds, busy_seconds, idle_seconds}, sums over the instances in a
     pass (`busy_table`), of which the median over passes is taken; "categories" {path, category, calls, seconds} of all
@@ -163,7 +164,7 @@ def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
     starts, paths = instances(trace, top)["start"], trace.ranges["path"]
     paths = paths[(paths == top) | paths.str.startswith(f"{top}/")]
     ranges, categories, kernels = [], [], []
-    for path in dict.fromkeys(re.sub(r"\bblock \d+", "block *", path) for path in paths):
+    for path in dict.fromkeys(re.sub(r"(?<=\bblock )\d+|(?<=\[)\d+(?=\])", "*", path) for path in paths):
         (chosen, work), busy = work_in(trace, path), busy_table(trace, path).set_index("instance")
         in_pass = np.searchsorted(starts, chosen.set_index("id")["start"].reindex(busy.index), side="right")
         clocks = busy[["seconds", "gpu_seconds", "busy_seconds", "idle_seconds"]].groupby(in_pass).sum().median()
