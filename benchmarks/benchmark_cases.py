@@ -1,9 +1,12 @@
 """The cases of `speed.py`: what is measured, against whom, and how well it has to do; and the rows that come of it."""
 
 import importlib
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from timeit import default_timer
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from lmcore.errors import UserError
 from lmcore.profiling.kernels import allocated, relative_error
 from lmcore.profiling.peak_rates import peak_rates
 from lmcore.profiling.runner import ending
-from lmcore.profiling.timing import Timer
+from lmcore.profiling.timing import MOST, Timer
 from lmcore.provenance import environment
 
 CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
@@ -108,7 +111,7 @@ def timed_rows(
 ) -> Rows:
     """Builds every contestant, holds `part` of its results against `reference`, and times all in turns; a row for each.
 
-    A contestant that cannot be built is a row that says why; for `alone` see `Timer.in_turns`. A call does `amount`, of
+    A contestant that cannot be built is a row that says why; for `alone` see `in_turns`. A call does `amount`, of
     `rate_unit` times seconds (TFLOP, GB or tokens), in `ideal` seconds at the whole of `share_of`. Times are in ms: the
     median, first and last decile; shares from 0 to 1; `peak_bytes` beyond what was there before (None off CUDA).
     """
@@ -130,13 +133,45 @@ def timed_rows(
         else:
             ready[name] = one.run, one.reset
             rows[name] = blank_row(case, name, "complete", None) | {"peak_bytes": peak, "notes": one.notes}
-    for name, taken in timer.in_turns(ready, conditions.seconds, least=7, alone=alone).items():
-        seconds = [took for took, _ in taken]
+    for name, seconds in in_turns(timer, ready, conditions.seconds, least=7, alone=alone).items():
         median, deciles = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
         rows[name] |= {"median": median * 1e3, "low": deciles[0] * 1e3, "high": deciles[-1] * 1e3}
         rows[name] |= {"repeats": len(seconds), "rate": amount / median, "rate_unit": rate_unit}
         rows[name] |= {"share": None if ideal is None else ideal / median, "share_of": share_of}
     return [*rows.values()]
+
+
+def in_turns(
+    timer: Timer, calls: Mapping[str, tuple[Callable[[], Any], Callable[[], Any] | None]], seconds: float, least: int,
+    alone: bool = True,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of calls of each (function, reset), for about so many `seconds` in all.
+
+    They take turns, so that what else the machine does falls on all of them, and every round has the opposite order.
+    `alone` times each call by itself; otherwise what has no reset runs back to back, as the steps of a training run do,
+    launches included, with nothing queued before.
+    """
+    flushes, times = {}, {}
+    for name, (function, reset) in calls.items():
+        timer.once(function, 0, reset)
+        took, issue = timer.once(function, int(alone and timer.cuda), reset)
+        flushes[name] = timer.flushes_for(issue) if alone else 0
+        times[name] = 1 if alone or reset else max(1, math.ceil(seconds / MOST / took))
+    taken, began, rounds = {name: [] for name in calls}, default_timer(), 0
+    while rounds < least or (rounds < MOST and default_timer() - began < seconds):
+        for name in list(calls)[:: -1 if rounds % 2 else 1]:
+            function, reset = calls[name]
+            run = partial(repeat, function, times[name])
+            took, _, flushes[name] = timer.covered(run, flushes[name], reset)
+            taken[name].append(took / times[name])
+        rounds += 1
+    return taken
+
+
+def repeat(function: Callable[[], Any], times: int) -> None:
+    """Calls back to back."""
+    for _ in range(times):
+        function()
 
 
 def blank_row(case: BenchmarkCase, contestant: str, outcome: str, reason: str | None) -> dict[str, Any]:

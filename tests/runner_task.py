@@ -7,7 +7,8 @@ import time
 import torch
 
 from lmcore.config import replace
-from lmcore.profiling.workload import Workload, workload_config
+from lmcore.profiling.cases import workload_config
+from lmcore.profiling.workload import Workload
 
 SMALL = workload_config("smoke", context_length=8, vocab_size=32, batch_size=1, device="cpu")
 

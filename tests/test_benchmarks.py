@@ -14,6 +14,7 @@ from parallel_runs import free_port
 from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
+from lmcore.profiling.timing import Timer
 
 PROJECT = Path(__file__).parents[1]
 RECORD = PROJECT / "results" / "h200" / "speed.json"
@@ -24,13 +25,25 @@ import benchmark_cases  # noqa: E402
 import kernel_peers  # noqa: E402
 import parallel  # noqa: E402
 import trees  # noqa: E402
-from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, timed_rows  # noqa: E402
+from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, in_turns, timed_rows  # noqa: E402
 from peers import llama  # noqa: E402
 from speed import main  # noqa: E402
 from tables import fastest, judged, rows_table  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
 CASE = BenchmarkCase("work", "group", "some work", "", {})
+
+
+def test_calls_take_turns_each_after_its_reset():
+    calls = []
+    contestants = {"a": (lambda: calls.append("a"), None), "b": (lambda: calls.append("b"), lambda: calls.append("-"))}
+    taken = in_turns(Timer(torch.device("cpu")), contestants, 0.01, least=7)
+    assert len(taken["a"]) == len(taken["b"]) >= 7
+    timed = "".join(calls)[-3 * len(taken["a"]) :]
+    assert timed[:6] in ("a-b-ba", "-baa-b")  # each round in the other order
+    in_turns(Timer(torch.device("cpu")), contestants, 0.01, least=7, alone=False)
+    assert "bb" not in "".join(calls)
+    assert "aaa" in "".join(calls)  # what needs no reset runs back to back
 
 
 def row(contestant: str, median: float | None, **fields) -> dict:

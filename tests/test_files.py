@@ -29,9 +29,9 @@ from lmcore.distributed.sharded_checkpoint import save_sharded
 from lmcore.errors import UserError
 from lmcore.files import Busy, atomic_write, is_locked, locked, temporary_folder, write_json
 from lmcore.model import TransformerLM
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.runner import run_cases
 from lmcore.profiling.timing import measure
-from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.train import train
 from workbook.record import holding

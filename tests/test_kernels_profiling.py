@@ -1,4 +1,4 @@
-"""What notebook 07 and benchmarks/ share: kernels beside their references, calls in turns, memory of a call."""
+"""What notebook 07 and benchmarks/ share: kernels beside their references, memory of a call."""
 
 import pytest
 import torch
@@ -6,23 +6,10 @@ import torch
 from lmcore import recipes
 from lmcore.config import TrainConfig, replace
 from lmcore.profiling import kernels
+from lmcore.profiling.cases import workload_config
 from lmcore.profiling.kernels import call_bytes, relative_error
-from lmcore.profiling.timing import Timer
-from lmcore.profiling.workload import workload_config
 
 CPU = torch.device("cpu")
-
-
-def test_calls_take_turns_each_after_its_reset():
-    calls = []
-    contestants = {"a": (lambda: calls.append("a"), None), "b": (lambda: calls.append("b"), lambda: calls.append("-"))}
-    taken = Timer(CPU).in_turns(contestants, 0.01, least=7)
-    assert len(taken["a"]) == len(taken["b"]) >= 7
-    timed = "".join(calls)[-3 * len(taken["a"]) :]
-    assert timed[:6] in ("a-b-ba", "-baa-b")  # each round in the other order
-    Timer(CPU).in_turns(contestants, 0.01, least=7, alone=False)
-    assert "bb" not in "".join(calls)
-    assert "aaa" in "".join(calls)  # what needs no reset runs back to back
 
 
 def test_an_error_that_is_not_finite_is_infinite():

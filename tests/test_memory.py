@@ -8,11 +8,11 @@ import pytest
 
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
+from lmcore.profiling.cases import workload_config
 from lmcore.profiling.memory import timeline
 from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory
 from lmcore.profiling.memory.snapshot import Event, History
 from lmcore.profiling.memory.timeline import CATEGORIES, explained
-from lmcore.profiling.workload import workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
 LOGITS = 4 * 4 * CONTEXT * VOCABULARY

@@ -19,8 +19,8 @@ from lmcore.accounting import least_step_bytes, num_parameters
 from lmcore.config import TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from lmcore.files import write_json
+from lmcore.profiling.cases import workload_config
 from lmcore.profiling.timing import measure
-from lmcore.profiling.workload import workload_config
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL, StopEvent, Stopped, stop_signals, stoppable
 

@@ -25,7 +25,7 @@ def sample(wall: float, warmup: bool = False, cuda: float | None = None, **other
 
 
 def record(config: WorkloadConfig, *samples: dict, device: str = "NVIDIA H200", **changes) -> dict:
-    result = {"device": device, "samples": samples, "peak_memory_bytes": 7, "peak_reserved_bytes": 9}
+    result = {"device": device, "samples": samples, "peak_memory_bytes": 7}
     return {
         "case": "a", "config": json.loads(json.dumps(to_dict(config))), "outcome": "complete", "reason": None,
         "environment": {"device": device}, "result": result if samples else None,
@@ -196,24 +196,21 @@ def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
                 kind, times = SimpleNamespace(name=device), SimpleNamespace(start=start, end=end)
                 yield SimpleNamespace(device_type=kind, is_user_annotation=of_user, time_range=times)
 
-    class Steps:
-        def step(self, span):
-            for name in ("forward", "backward"):
-                with span(name):
-                    phases.append(name)
-
-        def synchronize(self):
-            pass
+    def step(span):
+        for name in ("forward", "backward"):
+            with span(name):
+                phases.append(name)
 
     monkeypatch.setattr(torch.profiler, "profile", Recorded)
-    found = timing.busy_seconds(Steps())
+    found = timing.busy_seconds(step, torch.device("cpu"))
     assert found == {"forward": pytest.approx(50e-6), "backward": pytest.approx(100e-6), "step": pytest.approx(150e-6)}
 
 
 def test_flops_of_a_step():
     forward = accounting.forward_flops(MODEL, 4)
-    found = [timing.step_flops(MODEL, 4, mode) for mode in ("forward", "forward_backward", "train_step")]
-    assert found == [forward, 3 * forward, 3 * forward]
+    rows = [record(WorkloadConfig(model=MODEL, mode=mode), sample(1.0)) for mode in ("forward", "forward_backward")]
+    table = timing.timing_table(dict(enumerate(rows)))
+    assert table["flops"].tolist() == [forward, 3 * forward]
 
 
 def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch):
@@ -258,20 +255,14 @@ def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(mo
         def elapsed_time(self, end):
             return end.milliseconds - self.milliseconds
 
-    class Steps:
-        device = torch.device("cuda", 1)
-
-        def __init__(self, config):
-            pass
-
-        def step(self, span):
-            for name, taken in ("forward", 0.25), ("backward", 0.5):
-                with span(name):
-                    seconds[0] += taken
-            seconds[0] += 0.125  # between phases
-            steps[0] += 1
-            requests[0] += 7 if steps[0] == 1 else 2
-            highest[0] = max(highest[0], 900 if steps[0] == 1 else 500)
+    def step(span):
+        for name, taken in ("forward", 0.25), ("backward", 0.5):
+            with span(name):
+                seconds[0] += taken
+        seconds[0] += 0.125  # between phases
+        steps[0] += 1
+        requests[0] += 7 if steps[0] == 1 else 2
+        highest[0] = max(highest[0], 900 if steps[0] == 1 else 500)
 
     for name, fake in {
         "Event": Event,
@@ -279,19 +270,19 @@ def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(mo
         "memory_stats": lambda device: {"num_device_alloc": requests[0]},
         "reset_peak_memory_stats": lambda device: highest.__setitem__(0, 0),
         "max_memory_allocated": lambda device: highest[0],
-        "max_memory_reserved": lambda device: 2 * highest[0],
         "get_device_name": lambda device: "NVIDIA H200",
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(timing, "synchronize", lambda device: None)
     monkeypatch.setattr(timing, "default_timer", lambda: 2 * seconds[0])
-    monkeypatch.setattr(timing, "busy_seconds", lambda workload: {"step": 0.75})
-    result = timing.timed_steps(Steps, WorkloadConfig(model=MODEL, ops=ops, warmup_steps=1, steps=2))
+    monkeypatch.setattr(timing, "busy_seconds", lambda *_: {"step": 0.75})
+    monkeypatch.setattr(timing, "joules_per_step", lambda *_: 12.0)
+    result = timing.timed_steps(step, torch.device("cuda", 1), 1, 2, graphed=ops == "fused")
     for one in result["samples"]:
         assert (one["wall"], one["cuda"], one["forward"], one["backward"]) == (1.75, 0.875, 0.25, 0.5)
         assert one["loss"] is one["optimizer"] is None
     assert [one["device_allocations"] for one in result["samples"]] == [7, 2, 2]
-    assert (result["peak_memory_bytes"], result["peak_reserved_bytes"]) == (peak, 2 * peak)
+    assert (result["peak_memory_bytes"], result["joules_per_step"]) == (peak, 12.0)
     assert result["busy_steps"] == ([{"step": 0.75}] * timing.BUSY_STEPS if ops == "plain" else [])
 
 

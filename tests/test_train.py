@@ -26,7 +26,8 @@ from lmcore.fast.step import FusedStep
 from lmcore.files import read_json
 from lmcore.metrics import Meter
 from lmcore.model import TransformerLM
-from lmcore.profiling.workload import Workload, WorkloadConfig
+from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.workload import Workload
 from lmcore.recipes import fast
 from lmcore.run import RunFolder
 from lmcore.train import AsyncMetrics, PlainStep, Trainer, train, training_step

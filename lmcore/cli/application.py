@@ -34,11 +34,12 @@ def application(arguments: Sequence[str]) -> Commands:
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
     trained = (training.train_command(base), training.evaluate, training.generate, chat.chat, chat.play)
     trained += (exchange.export, exchange.import_)
+    profilers = (benchmark.benchmark, nsys.nsys, memory.memory, profile.profile)
     groups = {
         "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
     }
-    return by_name(doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory, profile.profile, runs.runs) | groups
+    return by_name(doctor.doctor, *trained, *profilers, runs.runs) | groups
 
 
 def by_name(*functions: Command) -> dict[str, Command]:

@@ -8,13 +8,13 @@ import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED
 from lmcore.files import write_json
-from lmcore.profiling.cases import BenchmarkConfig, grid_cases
+from lmcore.profiling.cases import GridConfig, grid_cases
 
-DEFAULTS = BenchmarkConfig()
+DEFAULTS = GridConfig()
 
 
 def benchmark(
-    settings: Annotated[BenchmarkConfig, tyro.conf.arg(name="")] = DEFAULTS, out: Path = Path("runs/benchmark")
+    settings: Annotated[GridConfig, tyro.conf.arg(name="")] = DEFAULTS, out: Path = Path("runs/benchmark")
 ) -> int:
     """Time forward, backward and optimizer of a model, or of many: each case in a process of its own, or in several.
 

@@ -8,10 +8,9 @@ import tyro
 
 from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
-from lmcore.files import require_exists
 from lmcore.profiling.cases import GridConfig, grid_cases
 
-DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1)
+DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1, steps=1)
 
 
 def memory(
@@ -33,7 +32,6 @@ def memory(
         top: How many of the largest allocations to print.
     """
     if snapshot is not None:  # what its allocations were for is unknown
-        require_exists(snapshot)
         from lmcore.profiling.memory.snapshot import histories_of, read_snapshot
         from lmcore.profiling.memory.timeline import summary
 
@@ -43,7 +41,7 @@ def memory(
     from lmcore.profiling.memory.profile import profile_memory
     from lmcore.profiling.runner import run_cases
 
-    records = run_cases(profile_memory, grid_cases(settings, steps=1), out / "cases", "memory")
+    records = run_cases(profile_memory, grid_cases(settings), out / "cases", "memory")
     for name, record in records.items():
         if record["outcome"] != "complete":
             print(f"\n{name}: {record['outcome']}: {record['reason']}")
@@ -66,14 +64,13 @@ def described(result: Mapping[str, Any], top: int) -> str:
     text = f"{result['tool']}, {result['events']:,} events. Peak: {size(result['peak_bytes'])}{where}."
     if result.get("torch_peak_bytes"):
         text += f" The allocator itself counts {size(result['torch_peak_bytes'])}, rounded up."
-    heads = {"before": "before", "peak": "at the peak", "after": "after", "most": "its own peak"}
-    splits = {head: result[f"{when}_by_category"] for when, head in heads.items() if f"{when}_by_category" in result}
+    splits = [result[f"{when}_by_category"] for when in ("before", "peak", "after", "most")]
     tables = {
         ("stage", "peak", "at its end"): [
             (s["name"], size(s["peak_bytes"]), size(s["end_bytes"])) for s in result["stages"]
         ],
-        ("memory for", *splits): [
-            (name, *(size(split[name]) for split in splits.values())) for name in result["categories"]
+        ("memory for", "before", "at the peak", "after", "its own peak"): [
+            (name, *(size(split[name]) for split in splits)) for name in result["categories"]
         ],
         ("largest", "count", "memory for", "stage", "source"): [
             (size(row["bytes"]), row["count"], row["category"], row["stage"], printable(row["source"], kept=""))

@@ -2,28 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
 from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.files import require_exists
 from lmcore.profiling.cases import GridConfig, grid_cases
 
-if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
-    import pandas as pd
-
-    from lmcore.profiling.nsys.trace import Trace
-
-DEFAULTS = GridConfig(mode=("train_step",))
+DEFAULTS = GridConfig(mode=("train_step",), steps=3)
 
 HEADERS = {
     "seconds": ("open (ms)", 1e3), "gpu_seconds": ("gpu (ms)", 1e3), "busy_seconds": ("busy (ms)", 1e3),
     "idle_seconds": ("idle (ms)", 1e3), "total_seconds": ("total (ms)", 1e3), "mean_seconds": ("mean (ms)", 1e3),
     "share": ("share (%)", 100.0), "matmul share": ("matmul (%)", 100.0), "bytes": ("MB", 1e-6),
-    "median": ("median (ms)", 1e3), "mean": ("mean (ms)", 1e3), "std": ("std (ms)", 1e3),
-    "spread": ("spread (ms)", 1e3), "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
+    "short_name": ("kernel", 1),
 }  # fmt: skip
 """What columns of tables are called here, and the factor to their unit."""
 
@@ -33,7 +26,6 @@ ROWS_SHOWN = 100
 
 def nsys(
     settings: Annotated[GridConfig, tyro.conf.arg(name="")] = DEFAULTS,
-    steps: int = 3,
     out: Path = Path("runs/nsys"),
     report: Path | None = None,
     range: str | None = None,
@@ -46,8 +38,7 @@ def nsys(
     by SIGHUP, SIGINT or SIGTERM.
 
     Args:
-        settings: What is profiled: inference, and steps as far as the mode says.
-        steps: Passes, and as many steps, that are recorded.
+        settings: What is profiled: inference, and as many steps as far as the mode says.
         out: Folder for the results, with the report and its SQLite export of each.
         report: Read this .nsys-rep, .sqlite or torch.profiler .json, of whatever program, instead of profiling.
         range: Range of the report to tabulate: a name, the end of a path, with * for anything; default: all, and a
@@ -56,7 +47,6 @@ def nsys(
     """
     require(report is not None or range is None, "--range needs a --report.")
     if report is not None:
-        require_exists(report)
         from lmcore.profiling.nsys.tool import load_trace
 
         print("\n".join(report_lines(load_trace(report), range, top)))
@@ -64,22 +54,20 @@ def nsys(
     from lmcore.profiling.nsys.profile import profile_workload
     from lmcore.profiling.runner import run_cases
 
-    records = run_cases(profile_workload, grid_cases(settings, steps=steps), out / "cases", "nsys")
+    records = run_cases(profile_workload, grid_cases(settings), out / "cases", "nsys")
     for name, record in records.items():
         print("", name, *profile_lines(record, top), sep="\n")
     outcomes = {record["outcome"] for record in records.values()}
     return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
-def report_lines(trace: "Trace", range: str | None, top: int) -> list[str]:
-    """What a trace says of a range, or of the whole record and which ranges it has."""
+def report_lines(trace: Any, range: str | None, top: int) -> list[str]:
+    """What a `Trace` says of a range, or of the whole record and which ranges it has."""
     from lmcore.profiling.nsys.trace import alike, busy_table, owners, totals, work_in
 
-    (chosen, work), busy = work_in(trace, range), busy_table(trace, range)
+    (_, work), busy = work_in(trace, range), busy_table(trace, range)
     kernels = totals(work[work["bytes"] < 0], ["name", "short_name", "category"]).head(top)
     kernels = kernels.assign(mean_seconds=kernels["total_seconds"] / kernels["calls"])
-    if range is not None:
-        kernels = kernels.assign(calls_per_instance=kernels["calls"] / len(chosen))
     copies = totals(work[work["bytes"] >= 0], ["name"])
     no_work = busy["gpu_seconds"] == 0  # which is not the same as an idle GPU
     busy.loc[no_work, ["gpu_seconds", "busy_seconds", "idle_seconds"]] = float("nan")
@@ -107,30 +95,27 @@ def profile_lines(record: Mapping[str, Any], top: int) -> list[str]:
         return [f"{record['outcome']}: {record['reason']}"]
     result = record["result"]
     lines = [result["tool"], *result["notes"]]
-    if result["training_outcome"] == "out of memory":
-        lines.append(f"A training step does not fit into the memory: {result['training_reason']}")
     for part in filter(None, (result["inference"], result["training"])):
         lines += pass_lines(part, top)
     return lines
 
 
 def pass_lines(part: Mapping[str, Any], top: int) -> list[str]:
-    """Ranges, kernels of the outermost one and their categories, of a `summary`: blocks together, times of one pass."""
+    """Ranges, and kernels of the outermost one, of a `summary`: blocks together, times of one pass."""
     import pandas as pd
 
     ranges, categories, kernels = (pd.DataFrame(part[what]) for what in ("ranges", "categories", "kernels"))
-    total, whole = categories.groupby("path")["seconds"].sum(), ranges["path"].iloc[0]
+    total = categories.groupby("path")["seconds"].sum()
     matmul = categories[categories["category"] == "matmul"].set_index("path")["seconds"]
     ranges["matmul share"] = ranges["path"].map(matmul.reindex(total.index, fill_value=0) / total)
+    first = kernels[kernels["path"] == ranges["path"].iloc[0]].head(top)
+    first = first.assign(share=first["seconds"] / total[ranges["path"].iloc[0]]).drop(columns=["path", "name"])
     lines = text(ranges.rename(columns={"path": "range", "instances": "per pass"}))
-    for table in (kernels[kernels["path"] == whole].head(top), categories[categories["path"] == whole]):
-        table = table.assign(share=table["seconds"] / total[whole]).drop(columns=["path", "name"], errors="ignore")
-        lines += text(table.rename(columns={"seconds": "total_seconds"}))
-    return lines
+    return lines + text(first.rename(columns={"seconds": "total_seconds"}))
 
 
-def text(table: "pd.DataFrame") -> list[str]:
-    """Lines of a table's first rows under an empty one, in milliseconds, percent and megabytes; – is unknown."""
+def text(table: Any) -> list[str]:
+    """Lines of a DataFrame's first rows under an empty one, in milliseconds, percent and megabytes; – is unknown."""
     from tabulate import tabulate
 
     shown, align = {}, []

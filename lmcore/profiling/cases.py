@@ -103,11 +103,20 @@ class GridConfig:
     precision: tuple[Precision, ...] = ("fp32",)
     mode: tuple[Mode, ...] = ("forward", "forward_backward")
     """forward: inference; forward_backward: with loss and gradients; train_step: and the optimizer's update."""
+    attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
+    """None: that of --model.attention."""
     batch_size: int = 4
     warmup_steps: int = 5
     """Steps that are run before those that count."""
+    steps: int = 10
+    """Measured steps, after the warm-up."""
+    ops: Literal["plain", "fused"] = "plain"
+    """fused: our kernels in an explicit step, with FlashAttention, not compiled, whatever else is asked for."""
+    compile: bool = False
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
     model: ModelConfig = field(default_factory=ModelConfig)
     run: str | None = None
     """Run folder whose model is measured, such as an imported one; instead of sizes and --model options."""
@@ -123,34 +132,16 @@ class GridConfig:
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
 
 
-@dataclass(frozen=True)
-class BenchmarkConfig(GridConfig):
-    """What is timed."""
-
-    attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
-    """None: that of --model.attention."""
-    steps: int = 10
-    """Measured steps, after the warm-up."""
-    ops: Literal["plain", "fused"] = "plain"
-    """fused: our kernels in an explicit step, with FlashAttention, not compiled, whatever else is asked for."""
-    compile: bool = False
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
-
-
-def grid_cases(grid: GridConfig, **common: Any) -> dict[str, WorkloadConfig]:
-    """The cases that the options ask for, by names that say how they differ; `common` are other fields of all.
-
-    Raises `UserError` on bad values.
-    """
-    common = {f.name: getattr(grid, f.name) for f in fields(WorkloadConfig) if hasattr(grid, f.name)} | common
-    fused, cases = common.get("ops") == "fused", {}
-    common["compile"] = common.get("compile", False) and not fused
+def grid_cases(grid: GridConfig) -> dict[str, WorkloadConfig]:
+    """The cases that the options ask for, by names that say how they differ. Raises `UserError` on bad values."""
+    common = {f.name: getattr(grid, f.name) for f in fields(WorkloadConfig) if hasattr(grid, f.name)}
+    fused, cases = grid.ops == "fused", {}
+    common["compile"] = grid.compile and not fused
     own = from_dict(ModelConfig, read_json(Path(grid.run, "config.json")).get("model")) if grid.run else grid.model
     others = {name: value for name, value in vars(own).items() if name not in MODEL_SIZES["small"]}
     models = {size: model_config(size, **others) for size in grid.size} or {None: own}
     contexts = grid.context_length or (own.context_length,)
-    attentions = ("flash",) if fused else getattr(grid, "attention", ()) or (own.attention,)
+    attentions = ("flash",) if fused else grid.attention or (own.attention,)
     for (size, model), *ways in itertools.product(models.items(), contexts, attentions, grid.precision, grid.mode):
         context, attention, precision, mode = ways
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, mode]

@@ -53,8 +53,7 @@ def timed(part: Part, timer: Timer, precision: str) -> Iterator[dict[str, Any]]:
     output = forward()
     read = sum(tensor.nbytes for tensor in (*inputs, *weights))
     written = sum(tensor.nbytes for tensor in ((output,) if isinstance(output, Tensor) else output))
-    seconds, issue_seconds = timer(forward)
-    yield row | {"bytes": read + written, "seconds": seconds, "issue_seconds": issue_seconds}
+    yield row | {"bytes": read + written, "seconds": timer(forward)}
     if row["kind"] == "whole":
         gradient, leaves = torch.randn_like(output), [x.detach().requires_grad_() for x in inputs]
 
@@ -63,9 +62,8 @@ def timed(part: Part, timer: Timer, precision: str) -> Iterator[dict[str, Any]]:
                 result = run(*leaves)
             return torch.autograd.grad(result, [*leaves, *weights], gradient)
 
-        seconds, issue_seconds = timer(both)
         row = row | {"direction": "forward + backward", "flops": 3 * row["flops"], "bytes": 3 * read + 2 * written}
-        yield row | {"seconds": seconds, "issue_seconds": issue_seconds}
+        yield row | {"seconds": timer(both)}
 
 
 def beside(x: Tensor, *weights: Tensor) -> list[Tensor]:
@@ -161,8 +159,7 @@ def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Times every component of `config.model` alone: a task of `lmcore.profiling.runner.run_cases`.
 
     The result holds the `device`, the measured peak rates as `peak_rates`, and `components`, a row for each component
-    and direction with its FLOPs, bytes, `seconds` that it keeps the device busy and `issue_seconds` that the host
-    needs to hand it over.
+    and direction with its FLOPs, bytes and the `seconds` that it keeps the device busy.
     """
     device, _ = select_device(config.device)
     torch.manual_seed(config.seed)

@@ -27,7 +27,7 @@ from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.memory.recording import record_cpu
 from lmcore.profiling.memory.timeline import levels
 from lmcore.profiling.timing import Timer, timed_steps
-from lmcore.profiling.workload import Span, Workload, no_span
+from lmcore.profiling.workload import Span, Workload
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of activations by precision."""
@@ -215,7 +215,7 @@ def call_bytes(function: Callable[[], Any], device: torch.device) -> tuple[int |
 def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """Median `seconds` that a call keeps the device busy, and its `extra_bytes` by `call_bytes`."""
     extra_bytes, _ = call_bytes(function, device)  # before the timer takes its buffer
-    return {"seconds": Timer(device)(function)[0], "extra_bytes": extra_bytes}
+    return {"seconds": Timer(device)(function), "extra_bytes": extra_bytes}
 
 
 # Tasks of `lmcore.profiling.runner.run_cases`
@@ -260,23 +260,20 @@ def passes(shape: Sequence[int], config: WorkloadConfig, timer: Timer) -> dict[s
     saved, output = call_bytes(forward, timer.device)[1], forward()  # in this order: memory for one graph at a time
     backward = partial(torch.autograd.grad, output, case.inputs, case.gradients, retain_graph=True)
     return {
-        "forward": timer(forward, least=config.steps)[0],
-        "backward": timer(backward, least=config.steps)[0],
-        "both": timer(partial(case.run, run))[0],
+        "forward": timer(forward, least=config.steps),
+        "backward": timer(backward, least=config.steps),
+        "both": timer(partial(case.run, run)),
         "saved_bytes": saved,
     }
 
 
-class Ungraphed(Workload):
-    """The explicit step whose kernels are launched one by one."""
+def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """`lmcore.profiling.timing.measure` of the explicit step without a CUDA graph: kernels are launched one by one."""
+    workload = Workload(config)
 
-    def step(self, span: Span = no_span) -> Tensor:
-        """Forward and backward pass, then the update. Returns the loss."""
-        loss = self.fused.transformer.forward_backward(self.inputs, self.targets)
-        self.optimizer.step()
+    def step(span: Span) -> Tensor:
+        loss = workload.fused.transformer.forward_backward(workload.inputs, workload.targets)
+        workload.optimizer.step()
         return loss
 
-
-def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """`lmcore.profiling.timing.measure` of the explicit step without a CUDA graph."""
-    return timed_steps(Ungraphed, config)
+    return timed_steps(step, workload.device, config.warmup_steps, config.steps, graphed=True)

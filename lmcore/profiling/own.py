@@ -1,9 +1,8 @@
-"""Any PyTorch code under the profilers: time, kernels and memory of a step, which is a function without arguments."""
+"""One's own PyTorch code under the profilers: time, energy, kernels, memory of a step, a function without arguments."""
 
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,37 +12,19 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lmcore.device import select_device, synchronize
-from lmcore.profiling.cases import WorkloadConfig
-from lmcore.profiling.memory.profile import explained_step, known_storages
+from lmcore.device import select_device
+from lmcore.errors import require
+from lmcore.profiling.memory.profile import explained_step, tensors_of
 from lmcore.profiling.nsys.categories import OPTIMIZER_RANGE
 from lmcore.profiling.nsys.nvtx import annotated, in_span
+from lmcore.profiling.nsys.profile import TORCH_RECORD, repeat
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace
-from lmcore.profiling.timing import summary, timed_steps
-from lmcore.profiling.workload import Span, no_span
+from lmcore.profiling.timing import measured_columns, timed_steps
+from lmcore.profiling.workload import PHASES, Span
 
 STEP = "step"
 """The outermost range of a step."""
-
-RECORD = "profile.json.gz"
-
-
-@dataclass
-class OwnStep:
-    """A function as a step of a workload (see `lmcore.profiling.workload.Workload`)."""
-
-    function: Callable[[], Any]
-    device: torch.device
-
-    def step(self, span: Span = no_span) -> Any:
-        """Calls the function, in `span("step")`."""
-        with span(STEP):
-            return self.function()
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all that it was given."""
-        synchronize(self.device)
 
 
 def device_of(model: Module | None, device: str) -> torch.device:
@@ -52,58 +33,47 @@ def device_of(model: Module | None, device: str) -> torch.device:
     return parameter.device if parameter is not None and device == "auto" else select_device(device)[0]
 
 
+def require_steps(step: Callable[[], Any], warmup: int, steps: int = 1) -> None:
+    """Raises `UserError` for what is no function, and for numbers of steps that measure nothing."""
+    require(callable(step), f"step must be a function without arguments, not {step!r}.")
+    require(steps > 0 <= warmup, f"steps must be positive and warmup not negative, not {steps} and {warmup}.")
+
+
 def time_steps(
-    step: Callable[[], Any], *, warmup: int = 5, steps: int = 10, device: str = "auto", tokens: int | None = None
+    step: Callable[[], Any], *, warmup: int = 5, steps: int = 10, tokens: int | None = None, device: str = "auto"
 ) -> dict[str, Any]:
     """Times `steps` calls of a step after `warmup` others, each with a synchronization on both sides.
 
-    Returns "device", its name; "wall" by the host's clock, "cuda" by CUDA events and "busy", while the GPU works, each
-    {"mean", "std", "median", "spread"} in seconds (`summary`), None off CUDA; "peak_memory_bytes" of CUDA's allocator;
-    "joules_per_step", None where NVML counts none; of a step of so many `tokens` "tokens_per_second" and
-    "joules_per_token". Raises `UserError` for a device that is not there and for numbers of steps that measure nothing.
+    Returns columns of `lmcore.profiling.timing.timing_table`, None where a device does not count it: "device"; seconds
+    by the host's clock as "wall_median", "_mean", "_std" and "_spread", by CUDA events ("cuda_…"), and of the time in
+    which the GPU works ("busy_…"); "busy_share", "host_bound"; "peak_memory_bytes"; "joules_per_step"; and of so many
+    `tokens` in a step "tokens_per_second" and "joules_per_token". Raises `UserError` for a device that is not there.
     """
-    own = OwnStep(step, select_device(device)[0])
-    found = timed_steps(lambda _: own, WorkloadConfig(warmup_steps=warmup, steps=steps))
-    counted = [sample for sample in found["samples"] if not sample["warmup"]]
-    result = {name: found[name] for name in ("device", "peak_memory_bytes", "joules_per_step")}
-    result |= {name: summary([sample[name] for sample in counted]) for name in ("wall", "cuda")}
-    result["busy"] = summary([sample[STEP] for sample in found["busy_steps"]])
-    if tokens is not None:
-        joules = found["joules_per_step"]
-        result["tokens_per_second"] = tokens / result["wall"]["median"]
-        result["joules_per_token"] = None if joules is None else joules / tokens
-    return result
+    require_steps(step, warmup, steps)
+
+    def in_range(span: Span) -> Any:
+        with span(STEP):
+            return step()
+
+    result = timed_steps(in_range, select_device(device)[0], warmup, steps)
+    columns = {name: result[name] for name in ("device", "peak_memory_bytes")} | measured_columns([result], tokens)
+    return {name: value for name, value in columns.items() if not name.startswith(PHASES)}
 
 
 @contextlib.contextmanager
 def staged(span: Span) -> Iterator[None]:
-    """Puts `span` on each pass of autograd ("backward") and each update ("optimizer") that is made inside.
-
-    A pass inside of another one, as reentrant checkpointing makes, belongs to it.
-    """
-    running: set[str] = set()
-
-    @contextlib.contextmanager
-    def outermost(name: str) -> Iterator[None]:
-        if name in running:
-            yield
-            return
-        running.add(name)
-        with span(name):
-            yield
-        running.remove(name)
-
+    """Puts `span` on each backward pass ("backward") and each update ("optimizer") that is made inside."""
     with contextlib.ExitStack() as undo:
         update = undo.enter_context(contextlib.ExitStack())
-
-        def begin_update(*_: Any) -> None:
-            update.enter_context(outermost(OPTIMIZER_RANGE))
-
         for name in ("backward", "grad"):
             original = getattr(torch.autograd, name)
             undo.callback(setattr, torch.autograd, name, original)
-            setattr(torch.autograd, name, in_span(original, "backward", outermost))
-        undo.callback(register_optimizer_step_pre_hook(begin_update).remove)
+            setattr(torch.autograd, name, in_span(original, "backward", span))
+
+        def begin(*_: Any) -> None:
+            update.enter_context(span(OPTIMIZER_RANGE))
+
+        undo.callback(register_optimizer_step_pre_hook(begin).remove)
         undo.callback(register_optimizer_step_post_hook(lambda *_: update.close()).remove)
         yield
 
@@ -115,22 +85,19 @@ def profile_kernels(
     """Records `steps` calls of a step with torch.profiler: kernels and copies on a GPU, else the CPU's operators.
 
     The trace has a range "step" for each call, inside it "backward" and "optimizer", and one for each module of `model`
-    (`range_names`; none of a compiled one). Of `lmcore.profiling.nsys.trace`, `busy_table(trace, "step")` has busy and
-    idle time by device, `totals(trace.kernels, ["category"])` what kernels do. Ranges take time on the CPU: see
-    `time_steps`. In `folder` the record is kept as profile.json.gz, for ui.perfetto.dev and `read_torch_trace`.
+    (`lmcore.profiling.nsys.nvtx.range_names`). Of `lmcore.profiling.nsys.trace`, `busy_table(trace, "step")` has busy
+    and idle time, by device where there are several, and `totals(trace.kernels, ["category"])` what kernels do. Ranges
+    take time on the CPU: durations are those of `time_steps`. In `folder` the record is kept as profile.json.gz, for
+    ui.perfetto.dev and `read_torch_trace`.
     """
-    own = OwnStep(step, device_of(model, device))
-    span, profiler = torch.profiler.record_function, torch.profiler.profile()
+    require_steps(step, warmup, steps)
+    where, span = device_of(model, device), torch.profiler.record_function
     with annotated(model, span) if model is not None else contextlib.nullcontext(), staged(span):
-        for number in range(warmup + steps):
-            if number == warmup:
-                profiler.start()
-            with span(STEP):
-                own.function()
-                own.synchronize()
-        profiler.stop()
+        repeat(lambda span: step(), where, warmup, "warm-up", span)
+        with torch.profiler.profile() as profiler:
+            repeat(lambda span: step(), where, steps, STEP, span)
     with tempfile.TemporaryDirectory() as scratch:
-        record = Path(folder or scratch) / RECORD
+        record = Path(folder or scratch) / TORCH_RECORD
         record.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(record))
         return read_torch_trace(record)
@@ -140,20 +107,21 @@ def record_memory(
     step: Callable[[], Any], model: Module | None = None, optimizer: Optimizer | None = None, *, warmup: int = 2,
     device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """Records every allocation of one call of a step, after `warmup` others (at least one).
+    """Records every allocation of one call of a step, after `warmup` others.
 
-    Returns the keys of `profile_memory` but "snapshot", in bytes: such as "peak_by_category" when all is at its peak,
-    "most_by_category", each owner's own peak, "timeline" and "largest". The stages are "forward" (since the stage
-    before), "backward" and "optimizer", later ones "backward 2" and so on, or "step" without any. Parameters, gradients
-    and optimizer state are known of `model` (several: in an `nn.ModuleList`) and `optimizer` alone.
+    Returns the keys of `lmcore.profiling.memory.profile.profile_memory` but "snapshot", in bytes: "peak_by_category"
+    when all is at its peak, "most_by_category", each owner's own peak, "timeline", "largest" and more. Stages are
+    "forward" (what comes before a backward pass), "backward" and "optimizer", later ones "backward 2" and so on, or
+    "step" without any. Parameters, gradients and optimizer state are those of `model` (several: in an `nn.ModuleList`)
+    and `optimizer`.
     """
-    own = OwnStep(step, device_of(model, device))
-    for _ in range(max(1, warmup)):
-        own.step()
-    own.synchronize()
+    require_steps(step, warmup)
+    where = device_of(model, device)
+    for _ in range(warmup):
+        step()
 
     def in_stages(span: Span) -> Any:
         with staged(span):
-            return own.function()
+            return step()
 
-    return explained_step(in_stages, own.device, partial(known_storages, own.device, model, optimizer))[0]
+    return explained_step(in_stages, where, partial(tensors_of, model, optimizer))[0]

@@ -20,14 +20,14 @@ def matmul_rate(device: torch.device, precision: str, timer: Timer) -> float:
         dtype = torch.get_autocast_dtype(device.type) if precision in ("bf16", "fp16") else torch.float32
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / timer(lambda: torch.mm(a, b, out=out))[0]
+    return 2 * size**3 / timer(lambda: torch.mm(a, b, out=out))
 
 
 def copy_rate(device: torch.device, timer: Timer) -> float:
     """Bytes per second of a large copy, those read and those written counted."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / timer(lambda: target.copy_(source))[0]
+    return 2 * source.numel() / timer(lambda: target.copy_(source))
 
 
 def peak_rates(device: torch.device, precision: str) -> dict[str, float]:

@@ -21,7 +21,7 @@ from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.energy import joules_per_step
 from lmcore.profiling.nsys.trace import occupied
 from lmcore.profiling.runner import Task, run_cases
-from lmcore.profiling.workload import PHASES, Workload
+from lmcore.profiling.workload import PHASES, Step, Workload, no_span
 
 FLUSH_BYTES = 1 << 28
 """Written between measurements on a GPU, so that a measurement finds its inputs in the memory and not in the cache."""
@@ -78,7 +78,7 @@ class Clock:
 
 
 class Timer(Clock):
-    """Seconds that a function keeps a device busy, and seconds that the host needs to hand it the work.
+    """Seconds that a function keeps a device busy.
 
     On a GPU, the host first queues writes that take longer than it needs to queue the function: the kernels then run
     back to back, and CUDA events around them see the GPU's time and no waiting for the host. The writes also drive
@@ -94,42 +94,15 @@ class Timer(Clock):
             self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
             self.flush_seconds = statistics.median(self.once(self.buffer.zero_, 0)[0] for _ in range(5))
 
-    def __call__(
-        self, function: Callable[[], Any], reset: Callable[[], Any] | None = None, least: int = LEAST
-    ) -> tuple[float, float | None]:
-        """Median (seconds, issue_seconds) of `least` calls or more after a warm-up; issue_seconds is None off CUDA.
-
-        `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
-        """
-        (taken,) = self.in_turns({"": (function, reset)}, BUDGET[self.device.type], least).values()
-        seconds, issue = map(statistics.median, zip(*taken, strict=True))
-        return seconds, issue if self.cuda else None
-
-    def in_turns(
-        self, calls: Mapping[str, tuple[Callable[[], Any], Callable[[], Any] | None]], seconds: float, least: int,
-        alone: bool = True,
-    ) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
-        """(seconds, issue_seconds) of calls of each (function, reset), for about so many `seconds` in all.
-
-        They take turns, so that what else the machine does falls on all of them, and every round has the opposite
-        order. `alone` times each call by itself; otherwise what has no reset runs back to back, as the steps of a
-        training run do, launches included, with nothing queued before.
-        """
-        flushes, times = {}, {}
-        for name, (function, reset) in calls.items():
-            self.once(function, 0, reset)
-            took, issue = self.once(function, int(alone and self.cuda), reset)
-            flushes[name] = self.flushes_for(issue) if alone else 0
-            times[name] = 1 if alone or reset else max(1, math.ceil(seconds / MOST / took))
-        taken, began, rounds = {name: [] for name in calls}, default_timer(), 0
-        while rounds < least or (rounds < MOST and default_timer() - began < seconds):
-            for name in list(calls)[:: -1 if rounds % 2 else 1]:
-                function, reset = calls[name]
-                run = partial(repeat, function, times[name])
-                took, issue, flushes[name] = self.covered(run, flushes[name], reset)
-                taken[name].append((took / times[name], issue / times[name]))
-            rounds += 1
-        return taken
+    def __call__(self, function: Callable[[], Any], least: int = LEAST) -> float:
+        """Median seconds of `least` calls or more, after two others: a warm-up, and one by which writes are counted."""
+        self.once(function, 0)
+        flushes = self.flushes_for(self.once(function, int(self.cuda))[1])
+        taken, began = [], default_timer()
+        while len(taken) < least or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
+            seconds, _, flushes = self.covered(function, flushes)
+            taken.append(seconds)
+        return statistics.median(taken)
 
     def covered(
         self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
@@ -152,7 +125,10 @@ class Timer(Clock):
     def once(
         self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
     ) -> tuple[float, float]:
-        """(seconds, issue_seconds) of one call, on a GPU behind this many writes."""
+        """Seconds of one call, on a GPU behind this many writes, and those in which the host hands it the work.
+
+        `reset` is called before, untimed: what works in place then finds its inputs as they were.
+        """
         if reset is not None:
             reset()
         self.synchronize()
@@ -166,20 +142,10 @@ class Timer(Clock):
         return self.between(begin, end), issued
 
 
-def repeat(function: Callable[[], Any], times: int) -> None:
-    """Calls back to back."""
-    for _ in range(times):
-        function()
-
-
 class Stopwatch(Clock):
-    """Times one step of a workload and its phases, on CUDA without a synchronization between them."""
+    """Times a step and its phases, on CUDA without a synchronization between them."""
 
-    def __init__(self, workload: Workload):
-        super().__init__(workload.device)
-        self.workload = workload
-
-    def step(self) -> dict[str, float | int | None]:
+    def __call__(self, step: Step) -> dict[str, float | int | None]:
         """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; and `counters`."""
         marks: dict[str, tuple[Any, Any]] = {}
 
@@ -193,7 +159,7 @@ class Stopwatch(Clock):
         self.synchronize()
         began = default_timer()
         begin = self.now() if self.cuda else None
-        self.workload.step(span)
+        step(span)
         end = self.now() if self.cuda else None
         self.synchronize()
         sample: dict[str, Any] = {"wall": default_timer() - began}
@@ -212,56 +178,52 @@ class Stopwatch(Clock):
 
 
 def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times `config.steps` steps after `config.warmup_steps` warm-ups: a task of `lmcore.profiling.runner.run_cases`.
+    """`timed_steps` of a benchmark case: a task of `lmcore.profiling.runner.run_cases`.
+
+    Of a fused case the peak memory is that of all steps: a CUDA graph's memory counts only while it is captured, in the
+    first one; and it has no `busy_steps`, as the profiler may miss a graph that was captured before it started.
+    """
+    workload, graphed = Workload(config), config.ops == "fused"
+    return timed_steps(workload.step, workload.device, config.warmup_steps, config.steps, graphed)
+
+
+def timed_steps(step: Step, device: torch.device, warmup: int, steps: int, graphed: bool = False) -> dict[str, Any]:
+    """Times `steps` calls of `step(span)` after `warmup` others.
 
     Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
-    CUDA; of a fused case that of all steps: a CUDA graph's memory counts only while it is captured, in the first one.
-    The result holds `samples`, one for each step with `warmup` true or false, in order, `busy_steps`, the
-    `busy_seconds` of a few more steps, and `joules_per_step`, that of further ones, None where no GPU counts them.
+    CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order, `busy_steps`, the
+    `busy_seconds` of a few more steps, and `joules_per_step` of further ones, None where no GPU counts them.
     """
-    return timed_steps(Workload, config)
-
-
-def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConfig) -> dict[str, Any]:
-    """`measure` of the workload that `kind` makes of the case, whatever it takes for a step."""
-    began = default_timer()
-    watch = Stopwatch(kind(config))
-    watch.synchronize()
-    setup_seconds, samples = default_timer() - began, []
-    counted_from = config.warmup_steps if config.ops == "plain" else 0
-    for number in range(config.warmup_steps + config.steps):
-        if number == counted_from and watch.cuda:
-            torch.cuda.reset_peak_memory_stats(watch.device)
-        samples.append(watch.step() | {"warmup": number < config.warmup_steps})
+    watch, samples = Stopwatch(device), []
+    for number in range(warmup + steps):
+        if watch.cuda and number == (0 if graphed else warmup):
+            torch.cuda.reset_peak_memory_stats(device)
+        samples.append(watch(step) | {"warmup": number < warmup})
     result = {
-        "device": device_name(watch.device),
-        "setup_seconds": setup_seconds,
+        "device": device_name(device),
         "samples": samples,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(watch.device) if watch.cuda else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(watch.device) if watch.cuda else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if watch.cuda else None,
     }
-    walls = [sample["wall"] for sample in samples if not sample["warmup"]]
-    result["joules_per_step"] = joules_per_step(watch.workload.step, watch.device, statistics.median(walls))
-    busy = watch.cuda and config.ops == "plain"  # the profiler may miss a graph that was captured before it started
-    return result | {"busy_steps": [busy_seconds(watch.workload) for _ in range(BUSY_STEPS if busy else 0)]}
+    busy = [busy_seconds(step, device) for _ in range(BUSY_STEPS if watch.cuda and not graphed else 0)]
+    return result | {"busy_steps": busy, "joules_per_step": joules_per_step(partial(step, no_span), device)}
 
 
-def busy_seconds(workload: Workload) -> dict[str, float]:
+def busy_seconds(step: Step, device: torch.device) -> dict[str, float]:
     """Seconds of a step in which the GPU works, by phase and in all (`step`): torch.profiler's record of its kernels,
-    copies and fills without the gaps in which it waits for the host. The workload has to name its phases."""
+    copies and fills without the gaps in which it waits for the host. The step has to name its phases."""
     found: dict[str, float] = {}
 
     @contextlib.contextmanager
     def span(name: str) -> Iterator[None]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             yield
-            workload.synchronize()
+            synchronize(device)
         on_gpu = [e for e in profile.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
         times = [(name, e.time_range.start, e.time_range.end) for e in on_gpu]  # microseconds
         found[name] = occupied(pd.DataFrame(times, columns=["instance", "start", "end"]))["busy"].sum() / 1e6
 
-    workload.step(span)
+    step(span)
     return found | {"step": sum(found.values())}
 
 
@@ -327,41 +289,27 @@ def speedup(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float,
     return (math.nan if noisy else before[f"{clock}_median"] / after[f"{clock}_median"]), clock
 
 
-def step_flops(model: ModelConfig, batch_size: int, mode: str) -> int:
-    """Matmul FLOPs of one step; the optimizer's, and what gradient checkpointing computes twice, are not counted."""
-    count = accounting.forward_flops if mode == "forward" else accounting.training_flops
-    return count(model, batch_size)
-
-
 def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """One row for each record of `run_cases` or `repeated`: what was run, how it ended, seconds, bytes and FLOP/s.
 
     `wall_` columns are by the host's clock with a synchronization on both sides, `cuda_` columns by CUDA events, None
     without CUDA; phases by CUDA events where there are, else by the host's clock; `busy_` columns are `busy_seconds`.
     All are over the steps of all `processes`. `host_bound` where the GPU is busy for less than `BUSY_SHARE` of the
-    time, None where that was not measured. A case without a measurement, as for lack of memory, keeps what was asked
-    for, and None elsewhere. `mfu` is None for a chip of unknown peak. Whatever else `timed_steps` returns is a column
-    of the same name.
+    time, None where that was not measured. `flops` are those of matmuls, without what gradient checkpointing computes
+    twice; `mfu` is None for a chip of unknown peak. A case without a measurement, as for lack of memory, keeps what was
+    asked for, and None elsewhere.
     """
     return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    config, measured = record["config"], dict(record["result"] or {})
+    config, measured = record["config"], record["result"] or {}
     model, batch_size = from_dict(ModelConfig, config["model"]), config["batch_size"]
-    results = [dict(measured), *measured.pop("repeats", ())]
-    samples, busy = ([step for one in results for step in one.get(key, ())] for key in ("samples", "busy_steps"))
-    steps = [sample for sample in samples if not sample["warmup"]]
-    seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda")}
-    seconds |= {"busy": summary([step["step"] for step in busy])}
-    for phase in PHASES:
-        seconds[phase] = summary([step[phase] for step in steps])
-        seconds[f"{phase}_busy"] = summary([step.get(phase) for step in busy])
-    for name in ("samples", "busy_steps"):
-        measured.pop(name, None)
-    flops, median = step_flops(model, batch_size, config["mode"]), seconds["wall"]["median"]
-    share = seconds["busy"]["median"] / median if busy else None
-    device = measured.pop("device", None) or (record["environment"] or {}).get("device")
+    results = [measured, *measured.get("repeats", ())]
+    columns = measured_columns(results, batch_size * model.context_length)
+    flops = accounting.forward_flops if config["mode"] == "forward" else accounting.training_flops
+    flops, median = flops(model, batch_size), columns["wall_median"]
+    device = measured.get("device") or (record["environment"] or {}).get("device")
     peak = peak_flops(device, config["precision"]) if device else None
     return {
         "case": record["case"],
@@ -372,22 +320,42 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "reason": record["reason"],
         "num_parameters": accounting.num_parameters(model),
         "processes": len(results) if median else None,
-        **{f"{name}_{what}": value for name, found in seconds.items() for what, value in found.items()},
-        "busy_share": share,
-        "host_bound": None if share is None else share < BUSY_SHARE,
-        "tokens_per_second": batch_size * model.context_length / median if median else None,
+        **columns,
         "flops": flops,
         "flops_per_second": flops / median if median else None,
         "mfu": flops / median / peak if median and peak else None,
-        **{"peak_memory_bytes": None, "peak_reserved_bytes": None, "joules_per_step": None} | measured,
+        "peak_memory_bytes": measured.get("peak_memory_bytes"),
         "device": device,
+    }
+
+
+def measured_columns(results: Iterable[Mapping[str, Any]], tokens: int | None) -> dict[str, Any]:
+    """The columns of `timing_table` that follow from what `timed_steps` returned, in one process or several, of steps
+    of so many `tokens` (None: not known)."""
+    samples, busy = ([step for one in results for step in one.get(key, ())] for key in ("samples", "busy_steps"))
+    steps = [sample for sample in samples if not sample["warmup"]]
+    seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda")}
+    seconds |= {"busy": summary([step["step"] for step in busy])}
+    for phase in PHASES:
+        seconds[phase] = summary([step[phase] for step in steps])
+        seconds[f"{phase}_busy"] = summary([step.get(phase) for step in busy])
+    median = seconds["wall"]["median"]
+    share = seconds["busy"]["median"] / median if busy else None
+    joules = summary([one.get("joules_per_step") for one in results])["median"]
+    return {
+        **{f"{name}_{what}": value for name, found in seconds.items() for what, value in found.items()},
+        "busy_share": share,
+        "host_bound": None if share is None else share < BUSY_SHARE,
+        "tokens_per_second": tokens / median if tokens and median else None,
+        "joules_per_step": joules,
+        "joules_per_token": joules / tokens if tokens and joules else None,
     }
 
 
 def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """Every step that was timed, in long form: a row for each, `step` counts from 1 at the first warm-up of a case.
 
-    Whatever `Stopwatch.step` returns is a column of the same name.
+    Whatever `Stopwatch` returns is a column of the same name.
     """
     rows = []
     for record in records.values():

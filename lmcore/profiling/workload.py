@@ -3,26 +3,28 @@
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmcore.accounting import num_parameters
 from lmcore.config import TrainConfig, replace
-from lmcore.device import autocast, select_device, set_matmul_precision, synchronize, too_large
+from lmcore.device import autocast, select_device, set_matmul_precision, too_large
 from lmcore.errors import require
 from lmcore.fast.step import FusedStep
 from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-from lmcore.profiling.cases import MODES, WorkloadConfig, case_grid, workload_config
+from lmcore.profiling.cases import MODES, WorkloadConfig
 from lmcore.profiling.plausible import least_bytes
-
-__all__ = ["PHASES", "Span", "Workload", "WorkloadConfig", "case_grid", "no_span", "require_memory", "workload_config"]
 
 Span = Callable[[str], AbstractContextManager]
 """Makes the context that a named part of a step runs in: a timer, a profiler's range, or nothing."""
+
+Step = Callable[[Span], Any]
+"""A step of whatever work: it calls the span for its parts, if it names any."""
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 """Names that `Workload.step` gives to its parts, in order."""
@@ -31,13 +33,6 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 def no_span(name: str) -> AbstractContextManager:
     """The span that does nothing."""
     return contextlib.nullcontext()
-
-
-def require_memory(config: WorkloadConfig, device: torch.device) -> None:
-    """Raises MemoryError if, by arithmetic alone, the passes of a case cannot fit into the device's memory."""
-    least, parameters = least_bytes(config), num_parameters(config.model)
-    if (reason := too_large(MODES[config.mode], least, parameters, config.batch_size, device)) is not None:
-        raise MemoryError(reason)
 
 
 class Workload:
@@ -52,7 +47,9 @@ class Workload:
     def __init__(self, config: WorkloadConfig):
         self.config, self.fused = config, None
         self.device, _ = select_device(config.device)
-        require_memory(config, self.device)
+        least, parameters = least_bytes(config), num_parameters(config.model)
+        if (reason := too_large(MODES[config.mode], least, parameters, config.batch_size, self.device)) is not None:
+            raise MemoryError(reason)
         set_matmul_precision(self.device, config.precision)
         torch.manual_seed(config.seed)
         self.model = TransformerLM(config.model, device=self.device)
@@ -99,7 +96,3 @@ class Workload:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         return loss.detach()
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all that it was given."""
-        synchronize(self.device)

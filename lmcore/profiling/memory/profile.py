@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from lmcore.device import device_name, select_device
 from lmcore.files import atomic_write
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.memory.recording import PEAKS, record_cpu, record_cuda, storage_address
 from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, summary, with_forward_stages
-from lmcore.profiling.workload import Span, Workload, WorkloadConfig
+from lmcore.profiling.workload import Span, Step, Workload
 
 SNAPSHOT = "memory_snapshot.pickle"
 
@@ -43,8 +44,12 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     long are); "temporary", everything else. Sources of storages with a name are that name ("layers.0.ffn.w1.weight",
     "gradient of …", "m of …", "inputs").
     """
-    workload = prepared(config)
-    found, snapshot = explained_step(workload.step, workload.device, partial(storages_of, workload))
+    device, _ = select_device(config.device)
+    workload = Workload(dataclasses.replace(config, device=str(device) if device.type == "cuda" else "cpu"))
+    for _ in range(max(1, config.warmup_steps)):
+        workload.step()
+    workload.optimizer.zero_grad(set_to_none=True)
+    found, snapshot = explained_step(workload.step, workload.device, partial(owned_by, workload))
     kept = None
     if snapshot and keep_snapshot:  # for pytorch.org/memory_viz
         with atomic_write(folder / SNAPSHOT) as file:
@@ -54,14 +59,18 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
 
 
 def explained_step(
-    step: Callable[[Span], Any], device: torch.device, owned: Callable[[], Mapping[int, Event]]
+    step: Step, device: torch.device, owned: Callable[[], Iterable[tuple[str, str, Tensor]]]
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Records `step(span)`: what `profile_memory` returns, without "snapshot"; and the snapshot itself, None off CUDA.
 
-    `owned` says which storages are known at the moment, by address; it is asked before and after the step and after
-    each stage, as a step may drop its gradients. Of several stages of one name the second is "backward 2".
+    `owned` gives what `tensors_of` does at the moment. It is asked before and after the step and after each stage, as a
+    step may drop its gradients. Of several stages of one name the second is "backward 2".
     """
-    before, after_stage, times, on_gpu = owned(), {}, Counter(), device.type == "cuda"
+
+    def known() -> dict[int, Event]:
+        return known_storages(owned(), device)
+
+    before, after_stage, times, on_gpu = known(), {}, Counter(), device.type == "cuda"
 
     def watched(span: Span) -> Any:
         @contextlib.contextmanager
@@ -70,17 +79,17 @@ def explained_step(
             numbered = name if times[name] == 1 else f"{name} {times[name]}"
             with span(numbered):
                 yield
-            after_stage[numbered] = owned()
+            after_stage[numbered] = known()
 
         return step(stage)
 
     if on_gpu:
         history, peaks, snapshot = record_cuda(watched, device)
     else:
-        history, peaks, snapshot = record_cpu(watched, before.values()), dict.fromkeys(PEAKS), None
+        history, peaks, snapshot = record_cpu(watched, before.values(), owned()), dict.fromkeys(PEAKS), None
     history = with_forward_stages(history)
-    owners = [(history.stages[name][1], known) for name, known in after_stage.items()]
-    owners = [(0, before), *owners, (len(history.seconds) - 1, owned())]
+    owners = [(history.stages[name][1], there) for name, there in after_stage.items()]
+    owners = [(0, before), *owners, (len(history.seconds) - 1, known())]
     notes = [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated
     found = summary(explained(history, owners))
     return {"device": device_name(device), **found, **peaks, "notes": notes}, snapshot
@@ -91,55 +100,39 @@ def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dic
     return profile_memory(config, folder, keep_snapshot=False)
 
 
-def prepared(config: WorkloadConfig) -> Workload:
-    """The workload after its warm-up, without gradients, on a device whose allocator can be watched.
-
-    There is at least one warm-up step, and as many more as the optimizer needs to have its state: with loss scaling
-    the first steps may be skipped.
-    """
-    device, _ = select_device(config.device)
-    workload = Workload(dataclasses.replace(config, device=str(device) if device.type == "cuda" else "cpu"))
-    for step in range(max(1, config.warmup_steps) + 20):
-        if step < max(1, config.warmup_steps) or (config.mode == "train_step" and not workload.optimizer.state):
-            workload.step()
-    workload.optimizer.zero_grad(set_to_none=True)
-    workload.synchronize()
-    return workload
+def owned_by(workload: Workload) -> Iterator[tuple[str, str, Tensor]]:
+    """`tensors_of` a workload, the batch among them."""
+    return tensors_of(workload.model, workload.optimizer, {"inputs": workload.inputs, "targets": workload.targets})
 
 
-def storages_of(workload: Workload) -> dict[int, Event]:
-    """`known_storages` of a workload, the batch among them."""
-    batch = [("inputs", workload.inputs), ("targets", workload.targets)]
-    return known_storages(workload.device, workload.model, workload.optimizer, batch)
+def tensors_of(
+    model: Module | None, optimizer: Any = None, others: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, str, Tensor]]:
+    """What owns memory between steps: category, name and tensor of parameters, gradients, optimizer state and buffers.
 
-
-def known_storages(
-    device: torch.device, model: Module | None, optimizer: Any = None, others: Sequence[tuple[str, Tensor]] = ()
-) -> dict[int, Event]:
-    """The storages on a device that have an owner, by address: parameters, gradients, optimizer state, buffers, others.
-
-    Parameters that only the optimizer knows go by their number in its groups.
+    `others` are other tensors by name. Parameters that only the optimizer knows go by their number in its groups.
     """
     parameters = [*model.named_parameters()] if model is not None else []
     groups = optimizer.param_groups if optimizer is not None else ()
     parameters += [(f"parameter {n}", p) for n, p in enumerate(p for group in groups for p in group["params"])]
     names = {id(p): name for name, p in reversed(parameters)}
-    state = [
-        (f"{key} of {names.get(id(parameter), 'a parameter')}", tensor)
-        for parameter, values in (optimizer.state.items() if optimizer is not None else ())
-        for key, value in values.items()
-        for tensor in tree_leaves(value)
-    ]
-    buffers = [*model.named_buffers()] if model is not None else []
+    yield from (("parameters", name, p) for name, p in parameters)
+    yield from (("gradients", f"gradient of {name}", p.grad) for name, p in parameters if p.grad is not None)
+    for parameter, values in optimizer.state.items() if optimizer is not None else ():
+        for key, value in values.items():
+            owner = names.get(id(parameter), "a parameter")
+            yield from (
+                ("optimizer state", f"{key} of {owner}", t) for t in tree_leaves(value) if isinstance(t, Tensor)
+            )
+    buffers = dict(model.named_buffers()) if model is not None else {}
+    yield from (("other", name, tensor) for name, tensor in (buffers | dict(others or {})).items())
+
+
+def known_storages(tensors: Iterable[tuple[str, str, Tensor]], device: torch.device) -> dict[int, Event]:
+    """The storages of `tensors_of` on the device, by address; one with several owners belongs to the first."""
     found: dict[int, Event] = {}
-    for category, tensors in (
-        ("parameters", parameters),
-        ("gradients", [(f"gradient of {name}", p.grad) for name, p in parameters]),
-        ("optimizer state", state),
-        ("other", [*buffers, *others]),
-    ):
-        for name, tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.device.type == device.type and tensor.untyped_storage().nbytes():
-                address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
-                found.setdefault(address, Event(address, size, name, category))
+    for category, name, tensor in tensors:
+        address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
+        if tensor.device.type == device.type and size:
+            found.setdefault(address, Event(address, size, name, category))
     return found

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from timeit import default_timer
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmcore.device import reset_peak_memory
 from lmcore.profiling.memory.snapshot import PROFILERS, Event, History, history_of, replay, running_line
-from lmcore.profiling.workload import Span
+from lmcore.profiling.workload import Step
 
 MAX_ENTRIES = 1_000_000
 """Events that a CUDA record holds, as in the handout; the first ones are lost when there are more."""
@@ -32,7 +32,7 @@ PEAKS = {
 rounded up by the allocator; of requested bytes; and of what is reserved."""
 
 
-def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[History, dict[str, int], Mapping[str, Any]]:
+def record_cuda(step: Step, device: torch.device) -> tuple[History, dict[str, int], Mapping[str, Any]]:
     """The CUDA allocator's history of `step(span)` with its stages, the allocator's own peaks, and the snapshot.
 
     Stages begin and end at numbers of allocations and frees, which the allocator counts: no clock is compared.
@@ -86,12 +86,13 @@ class StorageEvents(TorchDispatchMode):
         self.stages: dict[str, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._note((args, kwargs))  # what was there before
+        self.note((args, kwargs))  # what was there before
         result = IN_PLACE.get(func, func)(*args, **(kwargs or {}))
-        self._note(result, func.overloadpacket.__name__)
+        self.note(result, func.overloadpacket.__name__)
         return result
 
-    def _note(self, tensors: Any, operator: str | None = None) -> None:
+    def note(self, tensors: Any, operator: str | None = None) -> None:
+        """Watches the storages of tensors from now on; those that an operator has made begin with an event."""
         for tensor in tree_leaves(tensors):
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":  # fake ones are of another device
                 continue
@@ -126,9 +127,13 @@ class StorageEvents(TorchDispatchMode):
         return History(tool, replay([*self.events], standing), seconds, self.stages)
 
 
-def record_cpu(step: Callable[[Span], Any], standing: Iterable[Event] = ()) -> History:
-    """Runs `step(span)` and returns the history of its storages, with the stages that `span` was called for."""
+def record_cpu(step: Step, standing: Iterable[Event] = (), tensors: Iterable[Any] = ()) -> History:
+    """Runs `step(span)` and returns the history of its storages, with the stages that `span` was called for.
+
+    Before it were the `standing` storages; of those of `tensors` the end is noted even if no operation uses them.
+    """
     with StorageEvents() as memory:
+        memory.note(list(tensors))
         held = step(memory.span)
     history = memory.history("storages of tensors on the CPU", standing)
     del held

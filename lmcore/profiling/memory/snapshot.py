@@ -4,6 +4,8 @@ Reads the snapshots of `torch.cuda.memory._snapshot()`, the format that pytorch.
 *states*: state 0 is before the first event of the record, state k after k events, each one allocation or one free.
 """
 
+import functools
+import itertools
 import linecache
 import os
 import re
@@ -157,51 +159,40 @@ def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
 
     That of `innermost`; without one the operation of the backward pass, where C++ frames name it; else `NO_FRAME`.
     """
-    told = [(str(frame["filename"]), frame["line"], frame["name"]) for frame in frames]
-    if python := innermost((frame_in_lmcore(*frame), frame_elsewhere(*frame)) for frame in told):
+    if python := innermost((str(frame["filename"]), frame["line"], frame["name"]) for frame in frames):
         return python
-    for frame in frames:
-        if operation := re.search(r"(\w+Backward\d*)::apply", frame["name"]):
-            return operation[1]
-    return NO_FRAME
+    operations = (re.search(r"(\w+Backward\d*)::apply", frame["name"]) for frame in frames)
+    return next((found[1] for found in operations if found), NO_FRAME)
 
 
-def innermost(frames: Iterable[tuple[str | None, str | None]]) -> str | None:
-    """The innermost of a stack's frames in lmcore; or, where that is one of the profilers and they have called code
-    elsewhere, the innermost frame of that. Each frame as told by `frame_in_lmcore` and by `frame_elsewhere`."""
+def innermost(frames: Iterable[tuple[str, int, str]]) -> str | None:
+    """The innermost of a stack's frames (file, line, function) in lmcore, or in the code that its profilers call.
+
+    Without one the innermost Python frame that is not PyTorch's own; None where there is none.
+    """
     called = None
-    for ours, other in frames:
-        if ours:
-            return called if called and ours.startswith(PROFILERS) else ours
-        called = called or other
+    for place in filter(None, itertools.starmap(place_of, frames)):
+        if place.startswith("lmcore/"):
+            return called if called and place.startswith(PROFILERS) else place
+        called = called or place
     return called
 
 
-def frame_elsewhere(filename: str, line: int, name: str) -> str | None:
-    """A frame of Python as "folder/script.py:7 main"; None for PyTorch's own and for one of C++."""
+@functools.cache
+def place_of(filename: str, line: int, name: str) -> str | None:
+    """A frame as "lmcore/model.py:59 Linear.forward", whatever folder lmcore ran from, or as "folder/script.py:7 main";
+    None for one of PyTorch or C++."""
+    if path := re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename):
+        lines = linecache.getlines(str(PACKAGE.parent / path[1]))  # none without the file
+        before = "".join(lines[:line] if line <= len(lines) else ())
+        *_, owner = [name, *re.findall(r"^(?:class|def) (\w+)", before, re.MULTILINE)]
+        return f"{path[1]}:{line} {name if owner == name else f'{owner}.{name}'}"
     if not PYTHON_FILE.fullmatch(filename) or "/torch/" in filename:
         return None
     return f"{'/'.join(Path(filename).parts[-2:])}:{line} {name}"
 
 
-def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
-    """A frame of lmcore as "lmcore/model.py:59 Linear.forward", whatever folder it ran from; None for another's."""
-    path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename)
-    if not path:
-        return None
-    lines = linecache.getlines(str(PACKAGE.parent / path[1]))  # none without the file
-    before = "".join(lines[:line] if line <= len(lines) else ())
-    *_, owner = [name, *re.findall(r"^(?:class|def) (\w+)", before, re.MULTILINE)]
-    return f"{path[1]}:{line} {name if owner == name else f'{owner}.{name}'}"
-
-
 def running_line(frame: FrameType) -> str:
     """The `innermost` line that a running stack goes through, as "lmcore/model.py:59 Linear.forward"."""
-
-    def told(file: str, line: int, name: str) -> tuple[str | None, str | None]:
-        ours = file.startswith(str(PACKAGE))
-        short = f"{file[len(str(PACKAGE.parent)) + 1 :]}:{line} {name}"
-        return (short, None) if ours else (None, frame_elsewhere(file, line, name))
-
     stack = ((one.f_code, line) for one, line in traceback.walk_stack(frame))
-    return innermost(told(code.co_filename, line, code.co_qualname) for code, line in stack) or "elsewhere"
+    return innermost((code.co_filename, line, code.co_name) for code, line in stack) or "elsewhere"

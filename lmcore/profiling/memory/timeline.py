@@ -72,10 +72,9 @@ def summary(history: History) -> dict[str, Any]:
 
     "tool"; "truncated": the record was full and lost its beginning; "events": how many there are; "before_bytes",
     "peak_bytes", "after_bytes", and the same as {category: bytes} with "_by_category"; "most_by_category": each
-    category's own peak; "peak_event" and "peak_stage":
-    when the peak is; "categories"; "stages": name, first_event, last_event, start_bytes, end_bytes and peak_bytes of
-    each; "timeline": {"event": […], "seconds": […], "bytes": {category: […]}}, where a value holds until the next one;
-    "largest": the largest allocations of the record.
+    one's own peak; "peak_event" and "peak_stage": when the peak is; "categories"; "stages": name, first_event,
+    last_event, start_bytes, end_bytes and peak_bytes of each; "timeline": {"event": […], "seconds": […], "bytes":
+    {category: […]}}, where a value holds until the next one; "largest": the largest allocations of the record.
     """
     by_category, made = levels(history), history.allocations["first"] > 0
     total = by_category.sum(axis=1).to_numpy()

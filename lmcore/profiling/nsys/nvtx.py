@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lmcore.model
 from lmcore.functional import at_least_float32, softmax
-from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock, TransformerLM
+from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerLM
 from lmcore.profiling.workload import Span, no_span
 
 
@@ -31,31 +31,24 @@ def annotated_scaled_dot_product_attention(
 
 
 def range_names(model: nn.Module) -> dict[str, str]:
-    """The ranges of a model's modules, by their paths.
+    """The ranges of a model's modules, by their paths; none of a compiled model.
 
-    Of a `TransformerLM` those of its parts; of any other model all modules, as Python finds them in it, such as
-    `encoder.layers[0].linear1` with the number in a list in brackets, and the model itself by its class. A compiled model has none.
+    A `TransformerLM` has those of its parts. Any other model has one for each module, by its place in Python, such as
+    `encoder.layers[0].linear1` with the number in a list in brackets, and for itself by its class.
     """
-    modules = dict(model.named_modules())
+    modules, names = dict(model.named_modules()), {"": ""}
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in modules.values()):
         return {}
     if isinstance(model, TransformerLM):
-        return {path: name for path, module in modules.items() if (name := range_name(path, module)) is not None}
-    names = {"": ""}
+        by_type = {RMSNorm: "norm", CausalMultiHeadSelfAttention: "attention", SwiGLU: "ffn", SiLUFeedForward: "ffn"}
+        found = {path: by_type[type(module)] for path, module in modules.items() if type(module) in by_type}
+        blocks = {f"layers.{number}": f"block {number}" for number in range(len(model.layers))}
+        return found | blocks | {"token_embeddings": "token embeddings", "lm_head": "lm head"}
     for path in [*modules][1:]:
         parent, _, last = path.rpartition(".")
         of_list = isinstance(modules.get(parent), nn.ModuleList)
         names[path] = names[parent] + (f"[{last}]" if of_list else f".{last}" if parent else last)
     return names | {"": type(model).__name__}
-
-
-def range_name(path: str, module: nn.Module) -> str | None:
-    """The range of a module of `TransformerLM` at `path` (such as layers.3.attn), or None for those without one."""
-    if isinstance(module, TransformerBlock):
-        return f"block {path.rpartition('.')[2]}"
-    names = {RMSNorm: "norm", CausalMultiHeadSelfAttention: "attention", SwiGLU: "ffn", SiLUFeedForward: "ffn"}
-    by_path = {"token_embeddings": "token embeddings", "lm_head": "lm head"}
-    return next((name for kind, name in names.items() if isinstance(module, kind)), by_path.get(path))
 
 
 def in_span(function: Callable[..., Any], name: str, span: Span) -> Callable[..., Any]:
@@ -84,10 +77,10 @@ def annotated(model: nn.Module, span: Span) -> Iterator[None]:
     with ExitStack() as undo:
         modules = dict(model.named_modules())
         for path, name in range_names(model).items():
-            own = vars(modules[path])
-            undo.callback(own.update, {"forward": own["forward"]} if "forward" in own else {})
-            modules[path].forward = in_span(modules[path].forward, name, span)  # of this module, not of its class
-            undo.callback(delattr, modules[path], "forward")
+            own = vars(modules[path])  # the forward of this module, before that of its class
+            restore = (own.update, {"forward": own["forward"]}) if "forward" in own else (own.pop, "forward")
+            undo.callback(*restore)
+            own["forward"] = in_span(modules[path].forward, name, span)
         for module in modules.values():
             if isinstance(module, CausalMultiHeadSelfAttention) and (kernel := module.kernel) is not None:
                 module.kernel = in_span(kernel, "scaled dot product attention", span)
