@@ -85,10 +85,8 @@ def case_grid(
     `workload_config` does.
     """
     return {
-        f"{size}-{context}-{precision}-{how_far}": workload_config(
-            size, context, precision=precision, mode=how_far, **changes
-        )
-        for context, size, precision, how_far in itertools.product(contexts, sizes, precisions, mode)
+        f"{size}-{context}-{precision}-{way}": workload_config(size, context, precision=precision, mode=way, **changes)
+        for context, size, precision, way in itertools.product(contexts, sizes, precisions, mode)
     }
 
 

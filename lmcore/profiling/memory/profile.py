@@ -22,6 +22,9 @@ from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, summary, with_forward_stages
 from lmcore.profiling.workload import Span, Step, Workload
 
+Owned = Callable[[], Iterable[tuple[str, str, Tensor]]]
+"""Says what owns memory at the moment: category, name and tensor (see `tensors_of`)."""
+
 SNAPSHOT = "memory_snapshot.pickle"
 
 CPU_NOTE = "The storages of tensors on the CPU were recorded: only CUDA's allocator keeps a history of its own."
@@ -58,18 +61,13 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     return found | {"snapshot": kept}
 
 
-def explained_step(
-    step: Step, device: torch.device, owned: Callable[[], Iterable[tuple[str, str, Tensor]]]
-) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def explained_step(step: Step, device: torch.device, owned: Owned) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Records `step(span)`: what `profile_memory` returns, without "snapshot"; and the snapshot itself, None off CUDA.
 
-    `owned` gives what `tensors_of` does at the moment. It is asked before and after the step and after each stage, as a
-    step may drop its gradients. Of several stages of one name the second is "backward 2".
+    `owned` is asked before and after the step and after each stage, as a step may drop its gradients. Of several stages
+    of one name the second is "backward 2".
     """
-
-    def known() -> dict[int, Event]:
-        return known_storages(owned(), device)
-
+    known = partial(known_storages, device, owned)
     before, after_stage, times, on_gpu = known(), {}, Counter(), device.type == "cuda"
 
     def watched(span: Span) -> Any:
@@ -128,10 +126,10 @@ def tensors_of(
     yield from (("other", name, tensor) for name, tensor in (buffers | dict(others or {})).items())
 
 
-def known_storages(tensors: Iterable[tuple[str, str, Tensor]], device: torch.device) -> dict[int, Event]:
-    """The storages of `tensors_of` on the device, by address; one with several owners belongs to the first."""
+def known_storages(device: torch.device, owned: Owned) -> dict[int, Event]:
+    """The storages on the device that have an owner now, by address; one with several belongs to the first."""
     found: dict[int, Event] = {}
-    for category, name, tensor in tensors:
+    for category, name, tensor in owned():
         address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
         if tensor.device.type == device.type and size:
             found.setdefault(address, Event(address, size, name, category))

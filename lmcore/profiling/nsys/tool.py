@@ -38,10 +38,8 @@ INSTALL = (
 PLACES = (
     "/usr/local/cuda*/bin/nsys",
     "/opt/nvidia/nsight-systems*/*/bin/nsys",
-    "/opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
     "/opt/nvidia/nsight-systems*/bin/nsys",
     "/usr/local/cuda*/nsight-systems-*/bin/nsys",
-    "/opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys",
     "/opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
     "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
 )
