@@ -59,8 +59,7 @@ def test_times_of_a_step():
     calls = []
     found = time_steps(lambda: calls.append(1), warmup=2, steps=3, tokens=10, device="cpu")
     assert (len(calls), found["device"]) == (5, "CPU")
-    assert 0 < found["wall_median"] <= found["wall_mean"] + found["wall_std"]
-    assert found["tokens_per_second"] == 10 / found["wall_median"]
+    assert found["tokens_per_second"] == 10 / found["wall_median"] > 0
     empty = ("cuda_median", "busy_median", "busy_share", "peak_memory_bytes", "joules_per_step", "joules_per_token")
     assert {found[name] for name in empty} == {None}
 
@@ -79,19 +78,16 @@ def test_ranges_of_a_step_and_the_record_that_is_kept(tmp_path):
     rows = {row["path"]: row for row in summary(trace, "step")["ranges"]}
     assert rows["step/Net/layers[*]"]["instances"] == 2
     assert 0 < rows["step/backward"]["busy_seconds"] < rows["step"]["busy_seconds"] < rows["step"]["seconds"]
-    shares = totals(trace.kernels, ["category"]).set_index("category")["share"]
-    assert shares["optimizer"] > 0 < shares["matmul"]
+    assert {"optimizer", "matmul"} <= set(totals(trace.kernels, ["category"])["category"])
     again = read_torch_trace(tmp_path / "new" / "profile.json.gz")
-    assert again.ranges.equals(trace.ranges)
-    assert again.work.equals(trace.work)
+    assert [again.ranges.equals(trace.ranges), again.work.equals(trace.work)] == [True, True]
 
 
 def test_ranges_without_a_model_and_of_other_models():
     assert set(profile_kernels(training()[0], steps=1).ranges["path"]) == {"step", "step/backward", "step/optimizer"}
     names = range_names(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ReLU()))
     assert names == {"": "Sequential", "0": "0", "0.0": "0[0]", "1": "1"}
-    compiled = training()[1]
-    compiled.compile()
+    (compiled := training()[1]).compile()
     assert range_names(compiled) == {}
 
 
@@ -110,7 +106,6 @@ def test_memory_by_owner_is_what_arithmetic_says():
     assert found["peak_bytes"] == sum(found["peak_by_category"].values()) == max(map(sum, zip(*levels, strict=True)))
     assert any(row["source"] == "gradient of layers.0.0.weight" for row in found["largest"])
     assert any("test_own_profilers.py" in row["source"] for row in found["largest"])
-    json.dumps(found)
 
 
 def test_stages_of_several_passes_and_of_none():
@@ -214,13 +209,11 @@ def test_the_command_profiles_a_function_of_a_file(tmp_path, monkeypatch, capsys
 def test_a_step_of_one_s_own_on_a_gpu(tmp_path):
     step, model, optimizer = training("cuda")
     times = time_steps(step, steps=5, tokens=BATCH, device="cuda")
-    assert 0 < times["busy_median"] < times["wall_median"]
-    assert times["cuda_median"] < 1.2 * times["wall_median"]
+    assert 0 < times["busy_median"] < times["wall_median"] > times["cuda_median"] / 1.2
     assert times["joules_per_step"] is None or 0 < times["joules_per_step"] / times["wall_median"] < 1500  # watts
     trace = profile_kernels(step, model, folder=tmp_path)
     assert trace.tool == "torch.profiler (CUDA)"
-    busy = busy_table(trace, "step")
-    assert ((busy["busy_seconds"] > 0) & (busy["idle_seconds"] > 0)).all()
+    assert (busy_table(trace, "step")[["busy_seconds", "idle_seconds"]] > 0).all(axis=None)
     memory = record_memory(step, model, optimizer)
     assert memory["peak_bytes"] == memory["torch_requested_peak_bytes"]
     assert memory["most_by_category"]["gradients"] == memory["before_by_category"]["parameters"] == WEIGHTS
