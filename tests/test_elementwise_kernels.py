@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from lmcore.fast.kernels.addition import add_
-from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
-from lmcore.fast.kernels.swiglu import goes_in_one, linear_swiglu_backward_, swiglu_backward_, swiglu_forward
+from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.functional import silu
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding
 from lmcore.profiling.kernels import relative_error
@@ -91,108 +90,6 @@ def test_swiglu(place, dtype, rows, f, scale):
     expected.backward(dh.double())
     assert swiglu_backward_(dh, ab) is ab
     assert_close(ab, exact.grad, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("tokens", "vocabulary", "d"), [(5, 7, 48), (130, 2, 16), (97, 40, 130)])
-def test_embedding_gradient(place, dtype, accumulate, tokens, vocabulary, d):
-    """Tokens that fill whole chunks, cross their ends, end with them, or are alone; one row is not finite."""
-    torch.manual_seed(tokens)
-    ids = torch.randint(vocabulary, (tokens,)).to(place)
-    ids[: tokens // 2] = vocabulary - 1
-    dx = drawn(tokens, d, device=place, dtype=dtype)
-    gradient = drawn(vocabulary + 2, d, device=place, dtype=dtype)  # two tokens that never occur
-    before = gradient.double()
-    ids[-1] = vocabulary  # alone with its row
-    dx[-1] = torch.inf
-    sums = torch.zeros_like(before).index_add_(0, ids, dx.double())
-    embedding_backward_(dx, *sorted_tokens(ids, vocabulary + 1), gradient, accumulate)
-    assert gradient[vocabulary].isinf().all()
-    occurs = torch.zeros(vocabulary + 2, dtype=torch.bool, device=place).index_fill_(0, ids[:-1], True)
-    assert_close(gradient[occurs], (sums + before if accumulate else sums)[occurs], TOLERANCE[dtype])
-    assert torch.equal(gradient[vocabulary + 1].double(), before[vocabulary + 1])
-
-
-RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 33, 15]]
-
-
-@pytest.mark.parametrize(("chunk", "accumulate"), [(32, False), (8, True)])
-@pytest.mark.parametrize("runs", RUNS, ids=str)
-def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs, chunk, accumulate):
-    """Within a chunk or several later, at the end of one or of all; more parts than are added up at a time."""
-    gpu = pytest.importorskip("lmcore.fast.kernels.embedding.gpu", reason="Triton is not installed")
-    monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: (chunk, 4, 2))
-    monkeypatch.setattr(gpu, "PARTS", 4)
-    torch.manual_seed(0)
-    ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[torch.randperm(sum(runs))].to(device)
-    dx, before = drawn(len(ids), 5, device=device), drawn(len(runs), 5, device=device)
-    expected = (before.double() * accumulate).index_add_(0, ids, dx.double())
-    gpu.embedding_backward_(dx, *sorted_tokens(ids, len(runs)), before, accumulate)
-    assert_close(before, expected, 2e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("tokens", "d"), [(4096, 768), (65_536, 512)])
-def test_embedding_gradient_of_text(device, tokens, d, accumulate):
-    """Ids as often as words, the first a tenth of all; the same bits again."""
-    from lmcore.fast.kernels.embedding import gpu
-
-    torch.manual_seed(0)
-    ids = torch.multinomial(1 / torch.arange(1, 10_001).double(), tokens, replacement=True).to(device)
-    dx, before = (drawn(n, d, device=device, dtype=torch.bfloat16) for n in (tokens, 10_000))
-    expected = (before.double() * accumulate).index_add_(0, ids, dx.double())
-    first, second = before.clone(), before.clone()
-    for gradient in (first, second):
-        gpu.embedding_backward_(dx, *sorted_tokens(ids, 10_000), gradient, accumulate)
-    occurs = torch.zeros(10_000, dtype=torch.bool, device=device).index_fill_(0, ids, True)
-    assert_close(first[occurs], expected[occurs], 4e-3)
-    assert torch.equal(first, second)
-    assert torch.equal(first[~occurs], before[~occurs])
-
-
-# ------------------------------------------------------------------------------------------- linear_swiglu_backward_
-
-
-def operands(n: int, d: int, f: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0):
-    """dy, W2 and ab, in `dtype`; and the gradient by autograd, in float64."""
-    dy, w2, ab = (
-        drawn(*shape, device=device, dtype=dtype, scale=s)
-        for shape, s in (((n, d), 1.0), ((d, f), d**-0.5), ((n, 2 * f), scale))
-    )
-    exact = ab.double().requires_grad_()
-    a, b = exact.chunk(2, dim=1)
-    (silu(a) * b).backward(dy.double() @ w2.double())
-    return dy, w2, ab, exact.grad
-
-
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize(("n", "d", "f"), [(1, 8, 8), (130, 72, 136)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_linear_swiglu_in_the_interpreter_or_on_the_gpu(dtype, n, d, f, scale, device):
-    hopper = pytest.importorskip("lmcore.fast.kernels.swiglu.hopper", reason="Triton is not installed")
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("tiles of float32 do not fit into shared memory; the interpreter takes them")
-    dy, w2, ab, right = operands(n, d, f, dtype, device, scale)
-    plain = ab.clone()
-    assert hopper.linear_swiglu_backward_(dy, w2, ab) is ab
-    assert_close(ab, right, TOLERANCE[dtype])
-    assert not goes_in_one(dy, w2), "small: one kernel after the other"
-    assert_close(linear_swiglu_backward_(dy, w2, plain), right, TOLERANCE[dtype])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("n", "d", "f"), [(8192, 512, 1344), (4100, 512, 1352), (5000, 264, 680), (65536, 64, 176)])
-def test_linear_swiglu_in_one_on_hopper(n, d, f, device):
-    """In bfloat16: near the definition, and twice the same."""
-    dy, w2, ab, right = operands(n, d, f, torch.bfloat16, device)
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("taken on Hopper alone")
-    assert goes_in_one(dy, w2)
-    again = ab.clone()
-    assert_close(linear_swiglu_backward_(dy, w2, ab), right, TOLERANCE[torch.bfloat16])
-    assert torch.equal(linear_swiglu_backward_(dy, w2, again), ab)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

@@ -15,11 +15,10 @@ from lmcore.config import ModelConfig
 from lmcore.errors import require
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.fast.kernels.dispatch import on_device_of
-from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
 from lmcore.fast.kernels.rope_attention import rope_attention_backward, rope_attention_forward
-from lmcore.fast.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
+from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.fast.packing import PackedMatrices, norm_weights_of
 from lmcore.fast.streams import SideStream
 from lmcore.fast.support import precision_of, unsupported_reason
@@ -188,11 +187,6 @@ class FusedTransformer:
         `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
         before(0)
-        with self.side_stream():
-            sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
-            if not self.config.tie_embeddings:
-                self.grads.embedding.zero_()  # rows of tokens that do not occur
-            tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
         self.fetch(1 + self.config.num_layers, 1)
@@ -210,8 +204,7 @@ class FusedTransformer:
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
         if self.norm_weights:
             sum_partials(partials, self.norm_weight_grads)
-        self.side_stream.wait(tokens_sorted)
-        embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
+        self._embedding_backward(dx, inputs)
         self.side_stream.wait()
         del in_use
         return loss
@@ -247,6 +240,18 @@ class FusedTransformer:
         require(length <= most, f"The input has {length} positions; context_length is {most}.")
         self.fetch(0, 1)
         return self.weights.embedding.index_select(0, inputs.flatten())
+
+    def _embedding_backward(self, dx: Tensor, inputs: Tensor) -> None:
+        """The sums of the rows of `dx` (N, D) with the same token, in a fixed order, as PyTorch sorts the tokens first.
+
+        Tied embeddings already hold the head's gradient.
+        """
+        gradient = self.grads.embedding
+        sums = torch.ops.aten.embedding_dense_backward(dx, inputs.flatten(), len(gradient), -1, False)
+        if self.config.tie_embeddings:
+            gradient.add_(sums)
+        else:
+            gradient.copy_(sums)
 
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
@@ -325,7 +330,7 @@ class FusedTransformer:
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
         slot = w.slot(layer)
         self.fetch(1 + layer, -1)
-        linear_swiglu_backward_(group.dy[i], w.w2[slot], group.ab[i])
+        swiglu_backward_(torch.mm(group.dy[i], w.w2[slot]), group.ab[i])
         dnormed = torch.mm(group.ab[i], w.w13[slot])
         self._norm_backward(2 * layer + 1, dnormed, saved.x2, saved.rstd2, group.dy[i], group.dx2[i], partials)
         self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[slot]), shape)
