@@ -254,12 +254,8 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few.
-
-        Raises `UserError` if the data were overwritten in place since they were opened: what was learned is not known.
-        """
+        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         config, ranks, strategy, optimizer = self.config, self.ranks, self.update.strategy, self.update.current()[1]
-        ranks.of_first(self.data.require_unchanged)
         self.metrics.start()
         self._collect()
         self._elapsed()

@@ -19,7 +19,7 @@ import lmcore.run
 import lmcore.train
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights
 from lmcore.config import TrainConfig, replace
-from lmcore.data import CorpusConfig, open_data, prepare
+from lmcore.data import open_data
 from lmcore.errors import UserError
 from lmcore.evaluate import evaluate
 from lmcore.fast.step import FusedStep
@@ -491,19 +491,3 @@ def test_z_loss_is_part_of_the_objective_and_not_reported(covered):
     z = with_z.model(ids[0]).logsumexp(-1)
     assert (objective - loss).item() == pytest.approx(0.5 * z.square().mean().item(), rel=1e-5)
     assert with_z.evaluation_loss(*ids) == loss
-
-
-def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, config, run, monkeypatch):
-    data = prepare("embedded", "bpe:300", tmp_path / "data", CorpusConfig(num_documents=40), progress=False).folder
-    config, append = replace(config, data=str(data), checkpoint_interval=4), RunFolder.append_metrics
-
-    def overwriting(self, line):
-        append(self, line)
-        if line["step"] == 6:
-            with open(data / "train.bin", "r+b") as file:
-                file.write(b"\x07\x00")  # one id, another one
-
-    monkeypatch.setattr(RunFolder, "append_metrics", overwriting)
-    with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
-        train(config, run)
-    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]

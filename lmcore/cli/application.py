@@ -1,6 +1,7 @@
 """`lmcore`: each command is a thin call into a function of the library, imported only when the command runs."""
 
 import contextlib
+import difflib
 import functools
 import io
 import os
@@ -37,7 +38,7 @@ def application(arguments: Sequence[str]) -> Commands:
     profilers = (benchmark.benchmark, nsys.nsys, memory.memory, profile.profile)
     groups = {
         "data": ("Prepare and look at corpora.", by_name(data.prepare, data.info)),
-        "tokenizer": ("Train a tokenizer; encode and decode.", by_name(data.train, data.encode, data.decode)),
+        "tokenizer": ("Train a tokenizer.", by_name(data.train)),
     }
     return by_name(doctor.doctor, *trained, *profilers, runs.runs) | groups
 
@@ -51,6 +52,8 @@ def chosen(commands: Commands, arguments: Sequence[str], prog: str) -> Callable[
     """The command that the arguments name, with its own. The options of the others are not even looked at."""
     command = commands.get(arguments[0]) if arguments else None
     if command is None:
+        for meant in difflib.get_close_matches(arguments[0], commands, 1) if arguments else ():
+            raise UserError(f"There is no command {arguments[0]}; did you mean {meant}?")
         return overview(commands).cli(args=arguments, prog=prog)
     prog, arguments = f"{prog} {arguments[0]}", arguments[1:]
     if isinstance(command, tuple):
@@ -59,7 +62,7 @@ def chosen(commands: Commands, arguments: Sequence[str], prog: str) -> Callable[
 
 
 def overview(commands: Commands) -> SubcommandApp:
-    """The names of the commands and what they are for: shows the help, and what a mistyped name may mean."""
+    """The names of the commands and what they are for, for the help."""
     app = SubcommandApp()
     for name, command in commands.items():
         purpose = command[0] if isinstance(command, tuple) else str(command.__doc__).partition("\n\n")[0]

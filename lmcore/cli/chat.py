@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import tyro
 
 from lmcore.cli.output import text_output, utf8_text
+from lmcore.cli.training import load
 from lmcore.config import GenerateConfig, replace
-from lmcore.errors import UserError
-from lmcore.files import require_exists
+from lmcore.text import optional
 
 DEFAULTS = GenerateConfig()
 Run = Annotated[Path, tyro.conf.Positional]
@@ -79,20 +79,5 @@ def play(run: Run, port: int = 0, device: str = "auto") -> int:
         port: Port on 127.0.0.1; 0: a free one.
         device: auto, cpu, mps, cuda or cuda:N.
     """
-    try:
-        from lmcore.cli.page import serve
-    except ImportError as error:
-        raise UserError(f"lmcore play needs the package {error.name}: pip install 'lmcore[chat]'.") from None
-    return serve(*load(run, device), run, port)
-
-
-def load(run: Path, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a run."""
-    require_exists(run)
-    from lmcore.checkpoint import load_model
-    from lmcore.device import select_device
-    from lmcore.run import RunFolder
-
-    folder = RunFolder(run)
-    model = load_model(folder.best_weights, select_device(device)[0])
-    return model, folder.tokenizer()
+    model, codec = load(run, device)
+    return optional("lmcore.cli.page", "lmcore play needs", "tornado", "chat").serve(model, codec, run, port)

@@ -1,13 +1,11 @@
-"""`lmcore data ...` and `lmcore tokenizer ...`."""
+"""`lmcore data ...` and `lmcore tokenizer train`."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import CorpusConfig
 from lmcore.errors import require
 from lmcore.files import require_exists
@@ -69,30 +67,4 @@ def train(texts: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, v
     tokenizer = Tokenizer(*train_bpe(texts, vocab_size, [END_OF_TEXT]), [END_OF_TEXT])
     tokenizer.save(out)
     print(f"{out}: {tokenizer.vocab_size:,} tokens.")
-    return 0
-
-
-def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
-    """Print the token ids of a text on one line.
-
-    Args:
-        tokenizer: gpt2, or a tokenizer's folder.
-        text: The text; by default, standard input.
-    """
-    from lmcore.data import load_tokenizer
-
-    print(*load_tokenizer(tokenizer).encode_iterable(utf8_text(sys.stdin if text is None else [text])))
-    return 0
-
-
-def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str = "gpt2") -> int:
-    """Print the text of token ids.
-
-    Args:
-        ids: Token ids.
-        tokenizer: gpt2, or a tokenizer's folder.
-    """
-    from lmcore.data import load_tokenizer
-
-    print(load_tokenizer(tokenizer).decode(ids), file=text_output())
     return 0

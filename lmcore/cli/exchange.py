@@ -5,6 +5,9 @@ from typing import Annotated
 
 import tyro
 
+from lmcore.cli.training import load
+from lmcore.files import require_exists
+
 
 def export(
     run: Annotated[Path, tyro.conf.Positional],
@@ -18,12 +21,10 @@ def export(
         folder: New folder for the model.
         gguf: Also write model.gguf, for llama.cpp and what builds on it.
     """
-    from lmcore.checkpoint import load_model
+    model, codec = load(run)
     from lmcore.exchange.folders import export_model
-    from lmcore.run import RunFolder
 
-    source = RunFolder(run)
-    export_model(load_model(source.best_weights), source.tokenizer(), folder, gguf)
+    export_model(model, codec, folder, gguf)
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}.")
     return 0
 
@@ -42,6 +43,7 @@ def import_(
         context_length: Positions that the model sees at a time; by default as many as it was made for.
         tokenizer: Whether to read the tokenizer, too; without one, generate needs --tokenizer.
     """
+    require_exists(folder)
     from lmcore.accounting import num_parameters
     from lmcore.exchange.folders import import_model
 

@@ -6,7 +6,7 @@ import shlex
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -165,19 +165,10 @@ def generate(
         tokenizer: gpt2 or a tokenizer's folder; by default the one of the run.
         device: auto, cpu, mps, cuda or cuda:N.
     """
-    from lmcore.data import load_tokenizer
-
     prompt = tuple(utf8_text(prompt))
-    require_exists(run)
-    codec = load_tokenizer(tokenizer) if tokenizer else None
-    from lmcore.checkpoint import load_model
-    from lmcore.device import select_device
+    model, codec = load(run, device, tokenizer)
     from lmcore.generate import generate_text
-    from lmcore.run import RunFolder
 
-    folder = RunFolder(run)
-    model = load_model(folder.best_weights, select_device(device)[0])
-    codec = codec or folder.tokenizer()
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n", file=text_output())
@@ -191,6 +182,24 @@ def generate(
     generate_text(model, codec, prompt, settings, stream=stream)
     print(*said, file=text_output())
     return 0
+
+
+def load(run: Path, device: str = "cpu", tokenizer: str | None = None) -> tuple[Any, Any]:
+    """The best weights of a run and its tokenizer, or the one that `tokenizer` names.
+
+    Raises `UserError` for a path that is not there before it imports torch.
+    """
+    require_exists(run)
+    from lmcore.data import load_tokenizer
+
+    codec = load_tokenizer(tokenizer) if tokenizer else None
+    from lmcore.checkpoint import load_model
+    from lmcore.device import select_device
+    from lmcore.run import RunFolder
+
+    folder = RunFolder(run)
+    model = load_model(folder.best_weights, select_device(device)[0])
+    return model, codec or folder.tokenizer()
 
 
 def starting_config(arguments: Sequence[str]) -> TrainConfig:

@@ -59,7 +59,7 @@ class Grammar:
 
     Which production is chosen never depends on what is remembered: memory only copies text. The entropy of a
     derivation is therefore that of the context-free grammar underneath, and equals the entropy of the *text* as long
-    as no text has two derivations (`log_probabilities` yields one value for each derivation, so this can be tested).
+    as no text has two derivations.
     """
 
     def __init__(self, rules: Mapping[str, Mapping[str, float]], start: str, forms: Mapping[str, Mapping[str, str]]):
@@ -101,47 +101,18 @@ class Grammar:
                 if isinstance(part, Call):
                     memory[part.name] = piece = expand(part.symbol)
                 else:
-                    piece = self._literal(part, memory)
+                    piece = self.literal(part, memory)
                 text += piece
             return text
 
         return expand(self.start)
 
-    def log_probabilities(self, text: str) -> Iterator[float]:
-        """Log-probability, in nats, of each derivation of `text`; nothing if the grammar cannot produce it."""
-        for end, _, log_probability in self._match((Call(self.start, ""),), text, 0, {}):
-            if end == len(text):
-                yield log_probability
-
-    def log_probability(self, text: str) -> float:
-        """Natural logarithm of the exact probability of `text`; minus infinity if the grammar cannot produce it."""
-        return float(np.logaddexp.reduce(list(self.log_probabilities(text)), initial=-math.inf))
-
-    def _literal(self, part: str | Recall, memory: dict[str, str]) -> str:
+    def literal(self, part: str | Recall, memory: dict[str, str]) -> str:
         """The text that a part stands for."""
         if isinstance(part, str):
             return part
         text = memory[part.name]
         return self.forms[text][part.form] if part.form else text
-
-    def _match(
-        self, parts: Parts, text: str, start: int, memory: dict[str, str]
-    ) -> Iterator[tuple[int, dict[str, str], float]]:
-        """All ways to read `parts` in `text` from `start`: where it ends, what is then remembered, log-probability."""
-        if not parts:
-            yield start, memory, 0.0
-            return
-        part, others = parts[0], parts[1:]
-        if not isinstance(part, Call):
-            literal = self._literal(part, memory)
-            if text.startswith(literal, start):
-                yield from self._match(others, text, start + len(literal), memory)
-            return
-        for probability, called in self.productions[part.symbol]:
-            for end, after, inner in self._match(called, text, start, memory):
-                after = after | {part.name: text[start:end]}
-                for last, final, rest in self._match(others, text, end, after):
-                    yield last, final, math.log(probability) + inner + rest
 
 
 RULES: dict[str, dict[str, float]] = tomllib.loads(Path(__file__).with_name("stories.toml").read_text(encoding="utf-8"))
@@ -154,7 +125,6 @@ PRONOUNS = dict.fromkeys(RULES["girl"], SHE) | dict.fromkeys(RULES["boy"], HE)
 STORIES = Grammar(RULES, start="story", forms=PRONOUNS)
 """The grammar of the embedded corpus."""
 
-log_probability = STORIES.log_probability
 entropy_per_document = STORIES.entropy
 
 

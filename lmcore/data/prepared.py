@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -52,19 +53,6 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
-    opened: dict[str, Any]
-    """`file_states` when it was opened."""
-
-    def require_unchanged(self) -> None:
-        """Raises `UserError` if the ids were overwritten since they were opened.
-
-        A corpus that is prepared again has files of its own, and what is mapped stays: that does no harm.
-        """
-        with suppress(OSError):  # removed, but still mapped
-            now = file_states(self.folder, self.manifest)
-            for split in SPLITS:
-                if now[split] != self.opened[split] and now[split][1] == self.opened[split][1]:
-                    check_ids(self.folder, self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -142,10 +130,12 @@ def open_data(folder: StrPath) -> PreparedData:
         checked = read_json(folder / CHECKED)
     if checked != states:
         for split in SPLITS:
-            check_ids(folder, manifest, split)
+            path, same = bin_path(folder, split), manifest["splits"][split]["sha256"]
+            changed = f"{path} has changed since it was prepared (its checksum is not the one in {MANIFEST}); {AGAIN}"
+            require(sha256_file(path) == same, changed)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    return PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
+    return PreparedData(folder, manifest, arrays["train"], arrays["valid"])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -171,13 +161,6 @@ def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
     whole = size == tokens * dtype.itemsize
     require(whole, f"{path} does not hold the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}")
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def check_ids(folder: Path, manifest: dict[str, Any], split: str) -> None:
-    """Raises `UserError` unless a split's file has the checksum in the manifest."""
-    path, same = bin_path(folder, split), manifest["splits"][split]["sha256"]
-    changed = f"{path} has changed since it was prepared (its checksum is not the one in {MANIFEST}); {AGAIN}"
-    require(sha256_file(path) == same, changed)
 
 
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -260,25 +243,18 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def replace_prepared(new: Path, folder: Path) -> None:
-    """Moves a corpus from `new` to `folder`, its manifest last: without it, none is prepared.
+    """Moves a corpus from `new` to `folder`, in place of one that is there.
 
-    The one that is there goes out of the way first, its manifest ahead, and comes back if a move fails.
+    Its manifest goes first and comes last: a folder without one is not prepared, and is prepared again.
     """
-    names = [*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST]
-    (old := new / "old").mkdir()
-    moves = [(folder / name, old / name) for name in reversed(names)]
-    moves += [(new / name, folder / name) for name in names]
-    with ExitStack() as undo:
-        for source, target in moves:
-            if source.exists():
-                source.rename(target)
-                undo.callback(target.rename, source)
-        undo.pop_all()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder / TOKENIZER_FOLDER, ignore_errors=True)
+    for name in (*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST):
+        (new / name).rename(folder / name)
 
 
 def warn_of_texts(data: PreparedData) -> None:
-    """Warns where a loss on the validation text would measure what the model has memorized, of skipped records, and of
-    texts in WikiText's form that are not WikiText-103's."""
+    """Warns where a loss on the validation text would measure what the model has memorized, and of skipped records."""
 
     def say(sentence: str) -> None:
         print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
@@ -289,10 +265,6 @@ def warn_of_texts(data: PreparedData) -> None:
         say("Warning: the validation text is training text, so its loss says nothing about other texts.")
     for file, faulty in data.manifest.get("skipped", {}).items():
         say(f"{file}{faulty}.")
-    for split, text in data.manifest.get("wikitext", {}).items():
-        if not text["is"].startswith("WikiText-103's"):
-            counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
-            say(f"{split} is {text['is']} ({counts}).")
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
