@@ -83,6 +83,12 @@ def test_loss_and_gradients_are_those_of_autograd(name, every, group):
     check_gradients(replace(SHAPES[name], checkpoint_every=every), group=group)
 
 
+@pytest.mark.parametrize("name", ["odd", "tied"])
+def test_the_embeddings_gradient_of_many_tokens(name, device, monkeypatch):
+    monkeypatch.setattr("lmcore.fast.model.FEW_TOKENS", 0)
+    check_gradients(SHAPES[name], device)
+
+
 @pytest.mark.parametrize("name", ["odd", "deep"])
 def test_recomputation_changes_memory_alone(name, device):
     """Loss and gradients to the last bit; of each layer two inputs and attention's output stay until the backward."""

@@ -27,6 +27,8 @@ from lmcore.model import TransformerLM
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
 """Rows of activations that one batched matmul of weight gradients takes, since fewer would leave multiprocessors idle,
 and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
+FEW_TOKENS = 3072
+"""Up to so many, PyTorch's gradient of an embedding rounds each sum of 32 rows to the type of `dx`."""
 GATHERED, UNREDUCED = 3, 2
 """Of divided matrices: layers whose weights are whole at a time, the one in use and the next two, and layers whose
 whole gradients may wait for the network."""
@@ -242,16 +244,19 @@ class FusedTransformer:
         return self.weights.embedding.index_select(0, inputs.flatten())
 
     def _embedding_backward(self, dx: Tensor, inputs: Tensor) -> None:
-        """The sums of the rows of `dx` (N, D) with the same token, in a fixed order, as PyTorch sorts the tokens first.
+        """Adds up the rows of `dx` (N, D) with the same token, in a fixed order and with float32 sums.
 
         Tied embeddings already hold the head's gradient.
         """
-        gradient = self.grads.embedding
-        sums = torch.ops.aten.embedding_dense_backward(dx, inputs.flatten(), len(gradient), -1, False)
-        if self.config.tie_embeddings:
-            gradient.add_(sums)
-        else:
-            gradient.copy_(sums)
+        gradient, ids, tied = self.grads.embedding, inputs.flatten(), self.config.tie_embeddings
+        if len(ids) > FEW_TOKENS:
+            sums = torch.ops.aten.embedding_dense_backward(dx, ids, len(gradient), -1, False)
+            gradient.copy_(gradient + sums if tied else sums)
+            return
+        if not tied:
+            gradient.zero_()
+        same = (ids[:, None] == ids).to(dx.dtype)
+        gradient.index_copy_(0, ids, gradient[ids] + same @ dx)  # a token's places all write the same
 
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
