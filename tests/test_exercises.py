@@ -26,7 +26,7 @@ from workbook.exercises import checking as checks
 from workbook.exercises import ranks
 from workbook.exercises.checking import judge
 from workbook.exercises.exercise import EXERCISES, difference, slipped
-from workbook.exercises.solutions import kept_solutions, solutions
+from workbook.exercises.solutions import FILE, solutions
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = ROOT / "workbook" / "report" / "problems.csv"
@@ -93,7 +93,7 @@ def test_every_problem_of_the_courses_has_an_exercise():
 
 
 def test_the_notebooks_solutions_are_the_answers():
-    assert kept_solutions() == solutions(ROOT / "notebooks"), "run `python -m workbook.exercises.solutions`"
+    assert read_json(FILE) == solutions(ROOT / "notebooks"), "run `python -m workbook.exercises.solutions`"
     linear, own = EXERCISES["linear"], {}
     exec(linear.source, own)  # word for word the answer, but the reader's own
     assert own["linear"].__code__ == linear.answer.__code__

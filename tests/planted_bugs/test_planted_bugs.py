@@ -29,7 +29,9 @@ def test_there_are_many_and_each_has_a_name_of_its_own():
 def test_each_applies_and_names_tests_that_exist(bug: Bug):
     text = (ROOT / bug.file).read_text(encoding="utf-8")
     assert bug.new != bug.old
-    ast.parse(bug.patched(text))
+    patched = bug.patched(text)
+    if bug.file.endswith(".py"):
+        ast.parse(patched)
     assert bug.breaks.endswith(".")
     assert bug.tests
     assert bug.notebook is None or (ROOT / bug.notebook).is_file()

@@ -1,9 +1,8 @@
 """`check`: a reader's solution beside the library's; what was solved is kept in the output folder."""
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -17,8 +16,7 @@ progress_file = Path("exercises.json")
 """Where what was solved is kept; `begin` sets it."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a solution is right, and a sentence."""
 
     passed: bool
@@ -90,7 +88,7 @@ def judge_outcomes(exercise: Exercise, found: list[Any]) -> Verdict:
         cases = len(expected) - len(exercise.dtypes)
         return Verdict(True, "right." if exercise.is_question else f"right in {cases} case{'s' * (cases > 1)}.")
     for sentence, wrong in exercise.mistakes.items():
-        if _alike(exercise, found, exercise.outcomes(wrong)):
+        if _alike(exercise, found, exercise.of_inputs(wrong, exercise.inputs())):
             return Verdict(False, sentence)
     case, words = next((case, words) for case, words in enumerate(differences) if words)
     words = "Your function returns None: is a `return` missing?" if found[case] is None else words

@@ -82,7 +82,7 @@ class Exercise:
     @cached_property
     def expected(self) -> list[Any]:
         """What the answer makes of each case."""
-        return self.outcomes(self.answer)
+        return self.of_inputs(self.answer, self.inputs())
 
     @property
     def is_question(self) -> bool:
@@ -94,10 +94,6 @@ class Exercise:
         _generator.manual_seed(0)
         cases = copy.deepcopy(eval(f"[{self.cases}]", self.names))
         return cases + [tuple(converted(value, dtype) for value in cases[0]) for dtype in self.dtypes]
-
-    def outcomes(self, solution: Callable) -> list[Any]:
-        """What a solution makes of each case; of a question, the number."""
-        return self.of_inputs(solution, self.inputs())
 
     def of_inputs(self, solution: Callable, inputs: Sequence[tuple]) -> list[Any]:
         """What a solution makes of these arguments; PyTorch's random state stays as it was."""

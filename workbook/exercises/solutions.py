@@ -6,7 +6,7 @@ The library, also in the edition for students, reads that file: a notebook holds
 import re
 from pathlib import Path
 
-from lmcore.files import read_json, write_json
+from lmcore.files import write_json
 from workbook.notebook import CHECK, EXERCISE, code_cells, read_notebook, tags
 
 CHECK_CALL = re.compile(r'(?:(?P<target>.+?) = )?check\("(?P<name>\w+)", (?P<solution>.+)\)')
@@ -26,11 +26,6 @@ def solutions(notebooks: Path) -> dict[str, list[str]]:
             elif CHECK in tags(cell) and (call := CHECK_CALL.search(cell.source)):
                 found[call["name"]] = [source, call["solution"]]
     return found
-
-
-def kept_solutions() -> dict[str, list[str]]:
-    """What `solutions` found when the file was written."""
-    return read_json(FILE)
 
 
 if __name__ == "__main__":
