@@ -165,6 +165,13 @@ def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
     return f"{target['text']}: {result}"
 
 
+def sample() -> str:
+    """The README's story: what the trained model made of a prompt, up to the end of a sentence."""
+    told = rows_of("generate_text").query("temperature == 0.8 and prompt == 'One day, a cat'").iloc[0]
+    kept = " ".join(told["text"][:300].rpartition(".")[0].split())
+    return f"> **{told['prompt']}** {kept}. …\n"
+
+
 def highlights() -> str:
     """The README's table: what was reached, and compared with what."""
     runs = rows_of("training_runs")
@@ -179,8 +186,8 @@ def highlights() -> str:
     ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
     made = [
         {
-            "what": f"validation loss, TinyStories ({format_count(corpus['train_tokens'])} tokens, vocabulary "
-            f"{corpus['vocab_size']:,}), 41 million tokens read; recipe chosen by this loss",
+            "what": f"validation loss, {format_count(corpus['train_tokens'])} tokens of TinyStories, 41 million read; "
+            "recipe chosen by this loss",
             "lmcore": f"{ours['mean']:.3f} ({ours['count']:.0f} seeds)",
             "compared with": f"{baseline['mean']:.3f}, the handout's recipe at its best rate "
             f"({baseline['count']:.0f} seeds)",
@@ -200,15 +207,7 @@ def highlights() -> str:
     chosen = read_mapping(PROJECT / PARAMETERS_FOLDER / "gpu" / "09_distributed.yaml")
     largest = forward_flops_by_component(model_config(**chosen["leaderboard"]))
     masked = (largest["scores"] + largest["weighted_sum"]) / 2 / sum(largest.values())
-    rows = parallel_rows()
-    most = fastest_way(rows, "large-4x1024").iloc[-1]
     made += [
-        {
-            "what": f"training step, `large`, on {most.name} GPUs",
-            "lmcore": f"{1e3 * most['seconds']:.1f} ms, {format_count(float(f'{most.tokens_per_second:.3g}'))} tok/s",
-            "compared with": f"{most['alone'] / most['seconds']:.0%} of {most.name} times one GPU"
-            f" ({1e3 * most['alone']:.1f} ms), with {most['contestant'].rpartition(', ')[2]}",
-        },
         {
             "what": f"step of {format_count(leaderboard['parameters'])} parameters, two GPUs, "
             f"{leaderboard['context_length']:,} tokens each",
@@ -219,8 +218,7 @@ def highlights() -> str:
         {
             "what": "peak memory of plain operations, predicted from shapes",
             "lmcore": f"within {apart['train_step']:g}% for training steps, {apart['forward']:g}% for forward passes",
-            "compared with": f"the bytes requested in {counted['train_step']} training steps and {counted['forward']} "
-            f"forward passes of {of_sizes}",
+            "compared with": f"{counted['train_step']} steps and {counted['forward']} passes of {of_sizes}",
         },
         {
             "what": "runs killed, damaged or out of disk; hostile files",
@@ -595,7 +593,7 @@ def official() -> str:
 CONTEXT = {"context_length": "context"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"coverage": answered, "highlights": highlights},
+    "README.md": {"sample": sample, "coverage": answered, "highlights": highlights},
     "docs/coverage.md": {"coverage": lambda: coverage_markdown(covered())},
     "results/h200/README.md": {
         "devices": devices,
