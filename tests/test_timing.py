@@ -11,6 +11,7 @@ import torch
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, replace, to_dict
+from lmcore.files import read_json
 from lmcore.profiling import timing
 from lmcore.profiling.cases import WorkloadConfig, case_grid, workload_config
 from lmcore.profiling.readable import MISSING, median_spread, readable, spread, timed
@@ -177,6 +178,7 @@ def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path,
     assert asked == [["waits", "full", "cpu"], ["waits.2", "waits.3"]]
     assert found["wall_median"].to_dict() == {"waits": 3.0, "full": 1.05, "cpu": 1.0}
     assert found["processes"].to_dict() == {"waits": 3, "full": 1, "cpu": 1}
+    assert len(read_json(tmp_path / "waits.json")["result"]["repeats"]) == 2  # as a grader reads it
 
 
 def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):

@@ -17,6 +17,7 @@ import torch
 from lmcore import accounting
 from lmcore.config import ModelConfig, from_dict
 from lmcore.device import device_name, peak_flops, synchronize
+from lmcore.files import write_json
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.energy import joules_per_step
 from lmcore.profiling.nsys.trace import occupied
@@ -233,7 +234,7 @@ def repeated(
     """`run_cases` of a timing task; a case whose steps wait for the host is measured in so many processes.
 
     How fast a host launches kernels differs between processes, so one of them says little. Each further process has a
-    record of its own, <name>.2 and so on; their results stand in the first's as `repeats`.
+    record of its own, <name>.2 and so on; their results stand in the first's, also its file's, as `repeats`.
     """
     records = run_cases(task, cases, folder, title)
     waiting = [name for name, record in records.items() if _row(record)["host_bound"]]
@@ -243,6 +244,7 @@ def repeated(
         repeats = [again[f"{name}.{number}"]["result"] for number in range(2, processes + 1)]
         result = records[name]["result"] | {"repeats": [result for result in repeats if result]}
         records[name] = records[name] | {"result": result}
+        write_json(Path(folder) / f"{name}.json", records[name])
     return records
 
 
