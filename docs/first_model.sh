@@ -27,7 +27,7 @@ step "git clone -q --depth 1 $ADDRESS lmcore && git -C lmcore log --oneline" 1
 cd lmcore
 step 'make install' 1
 export PATH=$PWD/.venv/bin:$PATH
-step "lmcore train --data $TEXTS --preset laptop --run runs/mine" 6
+step "lmcore train --data $TEXTS --preset laptop --steps 200 --run runs/mine" 6
 step 'lmcore generate runs/mine --prompt "Once upon a time" --temperature 0.8 --max-new-tokens 80' 8
 step 'lmcore export runs/mine exported/mine' 4
 cat >reload.py <<'END'
