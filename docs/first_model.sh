@@ -25,9 +25,9 @@ $(find "$TEXTS" -type f | wc -l) files, $(du -sbL "$TEXTS" | awk '{printf "%.0f"
 END
 step "git clone -q --depth 1 $ADDRESS lmcore && git -C lmcore log --oneline" 1
 cd lmcore
-step 'make install' 1
+step 'make install' 0
 export PATH=$PWD/.venv/bin:$PATH
-step "lmcore train --data $TEXTS --preset laptop --steps 200 --run runs/mine" 6
+step "lmcore train --data $TEXTS --preset laptop --steps 200 --run runs/mine" 3
 step 'lmcore generate runs/mine --prompt "Once upon a time" --temperature 0.8 --max-new-tokens 80' 8
 step 'lmcore export runs/mine exported/mine' 4
 cat >reload.py <<'END'
