@@ -35,6 +35,8 @@ def main(book: str, to: str) -> int:
         overview = (source / "README.md").read_text(encoding="utf-8")
         overview = overview.replace("(docs/pages/", "(").replace("(writeup/h200)", "(writeup.md)")
         (source / "README.md").write_text(overview, encoding="utf-8")
+        for guide in (source / "guides").glob("*.md"):  # which are two folders deeper in the project
+            guide.write_text(guide.read_text(encoding="utf-8").replace("(../../../", "(../"), encoding="utf-8")
         (source / "notebooks").mkdir()
         for notebook in sorted(Path(book).glob("*.ipynb")):
             text = notebook.read_text(encoding="utf-8").replace("(../../../figures/pictures/", "(../figures/pictures/")

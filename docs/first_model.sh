@@ -11,7 +11,7 @@ step() {
   local begun=$SECONDS shown=${1//"$TEXTS"/my_texts}
   printf '```console\n$ %s\n' "${shown//"$ADDRESS"/<address>}"
   bash -c "$1" >step.log 2>&1 || { cat step.log >&2 && exit 1; }
-  tr '\r' '\n' <step.log | grep -v '^ *$' | tail -n "$2" | cut -c1-200
+  tr '\r' '\n' <step.log | grep -v '^ *$' | tail -n "$2" | cut -c1-200 || true
   printf '```\n\n%s\n\n' "$((SECONDS - begun)) seconds."
 }
 
@@ -20,14 +20,14 @@ cat <<END
 
 Every command of this page was run, one after the other, by \`docs/first_model.sh\`: on $(nproc) cores
 ($(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)), without a GPU, on $(date -u +%Y-%m-%d). The texts are
-$(find "$TEXTS" -type f | wc -l) files, $(du -sbL "$TEXTS" | awk '{printf "%.0f", $1 / 1e6}') MB: $(cd "$TEXTS" && find . -type f -printf '%f ' | sed 's/ $//; s/ / and /').
+$(du -sbL "$TEXTS" | awk '{printf "%.0f", $1 / 1e6}') MB: $(cd "$TEXTS" && find . -type f -printf '%f ' | sed 's/ $//; s/ /, /g; s/\\(.*\\), /\\1 and /').
 
 END
 step "git clone -q --depth 1 $ADDRESS lmcore && git -C lmcore log --oneline" 1
 cd lmcore
 step 'make install' 0
 export PATH=$PWD/.venv/bin:$PATH
-step "lmcore train --data $TEXTS --preset laptop --steps 200 --run runs/mine" 3
+step "lmcore train --data $(printf %q "$TEXTS") --preset laptop --steps 200 --run runs/mine" 3
 step 'lmcore generate runs/mine --prompt "Once upon a time" --temperature 0.8 --max-new-tokens 80' 8
 step 'lmcore export runs/mine exported/mine' 4
 cat >reload.py <<'END'

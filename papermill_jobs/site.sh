@@ -13,7 +13,7 @@
 #   --mail-type=END,FAIL
 #   --signal=B:USR1@180         # 180 seconds before the limit, rather than 120, the training is told to save itself
 # )
-# export STOP_SECONDS=150       # so long it may take to do so, rather than 100: less than what the signal leaves
+# export STOP_SECONDS=150       # how long saving may take (default 100); less than the seconds in --signal
 # export LMCORE_GPT2=/shared/gpt2
 
 # Lines of shell that run before anything else of a job:

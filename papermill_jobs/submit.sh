@@ -6,12 +6,13 @@
 #   SCALE=gpu DATA=tinystories NOTEBOOKS=02 papermill_jobs/submit.sh --parameters workers=2
 #
 # Variables: SCALE, DATA, OUT, NOTEBOOKS; SITE, the file with what your cluster wants (site.sh beside this one);
-# WRITEUP=no: none; DRY_RUN=1: the commands are shown, nothing is submitted. What follows goes to `workbook run`.
+# WRITEUP=no: none; DRY_RUN=1: the commands are shown, nothing is submitted. What follows goes to `workbook run` of each
+# job: with --parameters, pick the NOTEBOOKS that have them.
 set -euo pipefail
 
 SCALE=${SCALE:-smoke} DATA=${DATA:-embedded} jobs=$(dirname "${BASH_SOURCE[0]}") ids=() names=() train=''
 OUT=$(realpath -m "${OUT:-runs/$SCALE}") SITE=$(realpath -m "${SITE:-$jobs/site.sh}")
-if [[ $DATA == */* ]]; then DATA=$(realpath -m "$DATA"); fi
+if [[ $DATA == */* && $DATA != hf:* ]]; then DATA=$(realpath -m "$DATA"); fi
 declare -a options=() # of sbatch, for all jobs; SITE sets them, and those of one job by its name
 declare -A options_of=()
 
@@ -22,7 +23,7 @@ submit() {
   local name=$1 script=$2 after=$3 own answer
   read -ra own <<<"${options_of[$name]:-}"
   set -- "--dependency=singleton$after" --kill-on-invalid-dep=yes "--job-name=$name.${OUT##*/}" \
-    "--output=${OUT//%/%%}/jobs/$name-%j.log" "${options[@]}" "${own[@]}" "papermill_jobs/$script.sbatch" "${@:4}"
+    "--output=${OUT//%/%%}/jobs/$name-%j.log" ${options[@]+"${options[@]}"} ${own[@]+"${own[@]}"} "papermill_jobs/$script.sbatch" "${@:4}"
   if [[ -n ${DRY_RUN:-} ]]; then
     printf 'SCALE=%q DATA=%q OUT=%q NOTEBOOKS=%q sbatch' "$SCALE" "$DATA" "$OUT" "$NOTEBOOKS"
     printf ' %q' "$@" && echo && ids+=("<$name>")
@@ -38,11 +39,13 @@ cd "$jobs/.."
 # shellcheck source=/dev/null
 . "$SITE"
 [[ -d papermill_jobs/parameters/$SCALE ]] || refuse "There is no scale $SCALE: papermill_jobs/parameters has no such folder."
-read -ra picks <<<"${NOTEBOOKS:-[0-9][0-9]_}"
+read -rd '' -a picks <<<"${NOTEBOOKS:-[0-9][0-9]_}" || true
+((${#picks[@]})) || refuse "NOTEBOOKS names no notebook."
 for pick in "${picks[@]}"; do
   found=$(compgen -G "notebooks/$pick*.ipynb" | sort) || refuse "There is no notebook $pick in notebooks/."
   for file in $found; do names+=("$(basename "$file" .ipynb)"); done
 done
+mapfile -t names < <(printf '%s\n' "${names[@]}" | sort -u) # in order, each once
 if [[ -z ${DRY_RUN:-} ]]; then
   command -v sbatch >/dev/null || refuse "There is no sbatch here; without Slurm, \`workbook run\` executes the notebooks."
   mkdir -p "$OUT/jobs"

@@ -168,7 +168,7 @@ def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
 def sample() -> str:
     """The README's story: what the trained model made of a prompt, up to the end of a sentence."""
     told = rows_of("generate_text").query("temperature == 0.8 and prompt == 'One day, a cat'").iloc[0]
-    kept = " ".join(told["text"][:300].rpartition(".")[0].split())
+    kept = " ".join(told["text"][:210].rpartition(".")[0].split())
     return f"> **{told['prompt']}** {kept}. …\n"
 
 

@@ -262,6 +262,7 @@ def test_a_guess_is_shown_beside_what_was_measured(capsys):
 
 
 def test_numbers_compare_within_the_tolerance():
+    assert difference(torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True), 1.5, 1e-5) is None
     assert difference({"a": [1.0, math.nan]}, {"a": [1.0 + 1e-7, math.nan]}, 1e-5) is None
     assert difference({"a": [1.0, 2.0]}, {"a": [1.0, 3.0]}, 1e-5) == "a: Item 1: The result is 2, not 3."
     assert difference([1], [1, 2], 1e-5) == "The result has 1 items, not 2."

@@ -68,7 +68,7 @@ def refusal(**variables: str) -> str:
 
 
 def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project):
-    told = submit("--parameters", "steps=7", OUT="runs/it", NOTEBOOKS="02 03 04").stdout
+    told = submit("--parameters", "steps=7", OUT="runs/it", NOTEBOOKS="03 02\n04 02_train", DATA="hf:a/b").stdout
     out = project / "runs" / "it"
     names = ["02_train", "03_generate", "04_benchmark", "writeup"]
     assert [line.split() for line in told.splitlines()] == [[str(id), name] for id, name in enumerate(names, 101)]
@@ -80,7 +80,7 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project):
     assert " --dependency=singleton --kill" in calls[2]
     assert " --dependency=singleton,afterany:101:102:103 " in calls[3]
     assert calls[3].endswith(" papermill_jobs/writeup.sbatch")
-    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"}
+    variables = {"SCALE=smoke", "DATA=hf:a/b", f"OUT={out}", "NOTEBOOKS=03_generate"}
     assert variables <= {*slurm.environment("03_generate")}
 
 
@@ -125,6 +125,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
 def test_what_is_wrong_is_a_sentence(slurm, project, monkeypatch):
     assert refusal(SCALE="big") == "lmcore: There is no scale big: papermill_jobs/parameters has no such folder."
     assert refusal(NOTEBOOKS="02 44") == "lmcore: There is no notebook 44 in notebooks/."
+    assert refusal(NOTEBOOKS=" ") == "lmcore: NOTEBOOKS names no notebook."
     assert refusal(SITE="x.sh") == f"lmcore: There is no {project}/x.sh."
     assert refusal(ANSWER="Submitted") == "lmcore: sbatch gave no job id for 02_train."
     assert submit(NOTEBOOKS="02", ANSWER="Welcome to 3\\n%s\\nBye").stdout.startswith("102  02_train\n")

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from inspect import iscode
 from io import BytesIO
 from types import FunctionType
 from typing import Any
@@ -33,10 +33,11 @@ def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choic
 
     A choice is a list of values that begins with the default. Only a kernel that JupyterLab has started for a notebook
     has sliders (`lmcore.progress.in_jupyter`). Under papermill, nbconvert and nbval, and so on the pages, the defaults'
-    picture is all: a PNG, and no widget. `draw` goes on seeing the notebook's names as they are now: later cells may
-    give them to something else.
+    picture is all: a PNG, and no widget. What `draw` uses keeps its value when a later cell takes the name.
     """
-    draw = wraps(draw)(FunctionType(draw.__code__, {**draw.__globals__}, closure=draw.__closure__))
+    codes, names = [draw.__code__, *filter(iscode, draw.__code__.co_consts)], draw.__globals__
+    used = {name: names[name] for code in codes for name in code.co_names if name in names}
+    draw = FunctionType(draw.__code__, used, draw.__name__, draw.__defaults__, draw.__closure__)
     figure, frame, background = Figure(figsize, layout="constrained", dpi=DPI), None, None
     axes, canvas = figure.subplots(1, columns, squeeze=False)[0], FigureCanvasAgg(figure)
 
@@ -62,8 +63,7 @@ def knobs(draw: Callable, columns: int = 1, figsize: tuple = (4.8, 2.6), **choic
 
     def artists() -> Iterator[Artist]:
         for ax in axes:
-            legend = [ax.legend_] if ax.legend_ else []
-            yield from (*ax.collections, *ax.images, *ax.lines, *ax.patches, *ax.texts, *legend)
+            yield from (*ax.collections, *ax.images, *ax.lines, *ax.patches, *ax.texts, *filter(None, [ax.legend_]))
 
     values = {name: [*choice] for name, choice in choices.items()}
     still = picture(**{name: value for name, (value, *_) in values.items()})

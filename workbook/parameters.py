@@ -17,8 +17,7 @@ PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
 
 def find_project() -> Path:
     """Folder that holds notebooks/: the current one or one above it, else this package's checkout."""
-    here = Path.cwd()
-    for folder in (here, *here.parents, Path(__file__).resolve().parents[1]):
+    for folder in (Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[1]):
         if (folder / "notebooks").is_dir() and (folder / PARAMETERS_FOLDER).is_dir():
             return folder
     raise UserError("There is no notebooks/ folder here: run this in a checkout of the project.")

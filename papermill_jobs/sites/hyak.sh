@@ -3,7 +3,7 @@
 # https://hyak.uw.edu/docs/compute/scheduling-jobs. `hyakalloc` lists your accounts and partitions.
 
 # ckpt-all: idle nodes of everybody. Jobs there are ended after some hours (on GPUs 8 to 9), and without notice whenever
-# an owner wants the node, and queued again; the training goes on from its last checkpoint each time. Where your lab
+# an owner wants the node, and queued again; the training resumes from its last checkpoint each time. Where your lab
 # has GPUs of its own: gpu-l40s, gpu-h200, ...
 options=(--account=mylab --partition=ckpt-all --gres=gpu:l40s:1 --cpus-per-task=8 --mem=64G --time=04:00:00)
 
@@ -16,8 +16,8 @@ export LMCORE_SETUP='
 # Results go to runs/, which is large: mkdir -p /gscratch/scrubbed/$USER/runs && ln -s /gscratch/scrubbed/$USER/runs runs
 # Files there are deleted when nobody has used them for three weeks: copy OUT/writeup elsewhere.
 
-# For the time limit. Without notice of its end a job's notebook starts over, but its runs go on from their checkpoints,
-# and finished cases are not measured again.
+# The time limit gives notice, preemption gives none: then a job's notebook starts over, its runs resume from their
+# checkpoints, and finished cases are kept.
 options+=(--signal=B:USR1@180)
 export STOP_SECONDS=150
 

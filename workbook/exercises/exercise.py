@@ -148,16 +148,18 @@ def places(answer: Any) -> set[tuple[str, int]]:
 
 def difference(found: Any, expected: Any, tolerance: float) -> str | None:
     """How what was found differs from what was expected, in a sentence; None where they agree."""
+    found = found.detach().cpu() if isinstance(found, Tensor) else found
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"The result is a {type(found).__name__}, not a tensor."
         if found.dtype != expected.dtype and found.shape == expected.shape:
             return f"The result is {found.dtype}, not {expected.dtype}.".replace("torch.", "")
-        return _of_numbers(found.detach().double().numpy(), expected.detach().double().numpy(), tolerance)
+        return _of_numbers(found.double().numpy(), expected.detach().double().numpy(), tolerance)
     if isinstance(expected, int | float | np.ndarray) and not isinstance(expected, bool):
         if not isinstance(found, int | float | np.ndarray | np.generic | Tensor):
             return f"The result is a {type(found).__name__}, not a number."
-        return _of_numbers(np.asarray(found, float), np.asarray(expected, float), tolerance)
+        number = found.tolist() if isinstance(found, Tensor) else found  # numpy has no bfloat16
+        return _of_numbers(np.asarray(number, float), np.asarray(expected, float), tolerance)
     if isinstance(expected, Mapping):
         if not isinstance(found, Mapping) or found.keys() != expected.keys():
             return f"The result is {_shown(found)}, where the keys are {', '.join(map(str, expected))}."

@@ -124,8 +124,7 @@ def write_results(
     table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
 ) -> pd.DataFrame:
     """Writes {provenance, notes, columns, rows} to `path` (.json); returns the rows as written."""
-    path = Path(path)
-    require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
+    require(Path(path).suffix == ".json", f"A results file ends in .json, not {Path(path).name}.")
     rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
     head = {"provenance": dict(provenance), "notes": notes, "columns": list(table.columns)}
     with atomic_write(path, "w") as file:  # a line for each row, so that differences between two runs can be read
