@@ -42,10 +42,8 @@ def test_a_name_that_a_later_cell_takes_is_still_what_it_was(monkeypatch):
     shown, cell = [], {"knobs": knobs.knobs, "width": 2.0}
     monkeypatch.setattr(knobs, "in_jupyter", lambda: True)
     monkeypatch.setattr(knobs, "display", shown.append)
-    exec(
-        "def draw(ax, rate, color='C1'):\n    ax.plot([width * x for x in (0, rate)], color=color)\nknobs(draw, rate=[1.0, 0.5])",
-        cell,
-    )
+    body = "    ax.plot([width * x for x in (0, rate)], color=color)\nknobs(draw, rate=[1.0, 0.5])"
+    exec(f"def draw(ax, rate, color='C1'):\n{body}", cell)
     slider, image = shown[0].children
     cell["width"], first, slider.value = "another", image.value, 0.5
     assert image.value != first
