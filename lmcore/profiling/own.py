@@ -46,8 +46,8 @@ def time_steps(
 
     Returns columns of `lmcore.profiling.timing.timing_table`, None where a device does not count it: "device"; seconds
     by the host's clock as "wall_median", and mean, std and spread, by CUDA events as "cuda_median", and of the time in
-    which the GPU works as "busy_median"; "busy_share", "host_bound"; "peak_memory_bytes"; "joules_per_step"; and of as
-    many `tokens` in a step "tokens_per_second" and "joules_per_token". Raises `UserError` for a device that is not there.
+    which the GPU works as "busy_median"; "busy_share", "host_bound"; "peak_memory_bytes"; "joules_per_step"; and of
+    `tokens` in a step "tokens_per_second" and "joules_per_token". Raises `UserError` for a device that is not there.
     """
     require_steps(step, warmup, steps)
 
