@@ -42,6 +42,7 @@ def test_no_solution_output_answer_or_result_is_left(edition):
         assert "BEGIN SOLUTION" not in text
         assert not [line for line in long if json.dumps(line)[1:-1] in text]
         assert not any(cell.get("outputs") for cell in notebook.cells)
+        assert "find_project" not in code_of(path)  # what it would read there, results of ours, is left out
         assert not re.findall(r"texts\[course\] = (?!\.\.\.$|answer)", code_of(path), re.MULTILINE)
         calls = ANSWER.findall(code_of(path))
         assert len(calls) == len(ANSWER.findall(ours[path.name])) > 0
