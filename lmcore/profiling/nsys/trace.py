@@ -168,8 +168,8 @@ def kernels_in(trace: Trace, name: str) -> pd.DataFrame:
 
 
 def totals(work: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Work by `keys`, that which takes most first: calls, bytes, total_seconds and share of all the work's time."""
-    grouped = work.groupby(keys, sort=False, observed=True)
+    """Work by `keys`, most time first: calls, bytes (0 for kernels), total_seconds, share of all the work's time."""
+    grouped = work.assign(bytes=work["bytes"].clip(lower=0)).groupby(keys, sort=False, observed=True)
     table = grouped.agg(calls=("duration", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum"))
     table = table.reset_index().astype(dict.fromkeys(keys, str))
     table = table.sort_values(["total_seconds", keys[0]], ascending=[False, True], ignore_index=True)
