@@ -142,27 +142,25 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     for speed and leave values between about 0.7 and 1.2 (Jordan et al. 2024). Runs in bfloat16 on CUDA.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = (matrices.bfloat16() if matrices.is_cuda else matrices).reshape(-1, *matrices.shape[-2:])
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the smaller Gram matrix
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram²) x
+    return (x.mT if tall else x).to(matrices.dtype).view_as(matrices)
 
 
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    adamw: Callable[..., Optimizer] = AdamW,
-    make: Callable[..., Optimizer] | None = None,
+    make: Callable[..., Optimizer] = lambda groups, kind, **settings: kind(groups, **settings),
 ) -> Optimizer:
     """The configured optimizer over `model`: weight decay on matrices, on the weights of norms only if so configured.
 
-    `adamw` makes it where AdamW is configured; `make(groups, kind, **settings)` makes any, of the class `kind`.
+    `make` makes it of its parameter groups, the class (SGD, AdamW, Muon) and what that takes.
     """
-    make = make or (lambda groups, kind, **settings: (adamw if kind is AdamW else kind)(groups, **settings))
     if config.name == "sgd":
         return make(list(model.parameters()), SGD, lr=config.learning_rate)
     norm_decay = config.weight_decay if config.decay_norms else 0.0

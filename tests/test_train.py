@@ -43,12 +43,6 @@ def config(tiny_run) -> TrainConfig:
     return replace(tiny_run, model__dropout=0.1, optimizer__warmup_steps=3, steps=12, eval_batch_size=64, **every)
 
 
-@pytest.fixture
-def covered(config) -> TrainConfig:
-    """The same without dropout, which the fused step does not cover."""
-    return replace(config, model__dropout=0.0)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def short_validation():
     """The first 700 tokens of the validation split are enough here."""
@@ -132,8 +126,9 @@ RUNS = {
     "adamw": {},
     "muon": {"optimizer__name": "muon", "sampling": "epoch"},
     "sgd": {"optimizer__name": "sgd"},
-    "fused": {"ops": "fused", "model__dropout": 0.0},
-    "pipelined": {"ops": "fused", "model__dropout": 0.0},
+    "fused": {"ops": "fused"},
+    "fused muon": {"ops": "fused", "optimizer__name": "muon"},
+    "pipelined": {"ops": "fused"},
 }
 
 
@@ -150,12 +145,15 @@ def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, r
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "how", [{}, {"compile": True}, {"ops": "fused"}, {"ops": "fused", "optimizer__name": "muon"}],
+    ids=["eager", "compiled", "fused", "muon"],
+)  # fmt: skip
 def test_stopped_and_resumed_on_a_gpu_equals_one_straight_run_bitwise(
-    tmp_path, config, run, monkeypatch, precision, compiled
+    tmp_path, config, run, monkeypatch, precision, how
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    config = replace(config, device="cuda", deterministic=True, precision=precision, compile=compiled)
+    config = replace(config, device="cuda", deterministic=True, precision=precision, **how)
     straight = RunFolder(tmp_path / "straight")
     assert train(config, straight).state == "complete"
     train_until(7, config, run)
@@ -305,15 +303,15 @@ def test_a_line_has_the_mean_loss_since_the_line_before_and_the_norm_of_its_own_
     assert [line["lr"] for line in lines] == pytest.approx(rates)
 
 
-def test_with_loss_scaling_the_norm_and_the_clipping_are_of_gradients_that_are_not_scaled(covered):
+def test_with_loss_scaling_the_norm_and_the_clipping_are_of_gradients_that_are_not_scaled(config):
     """The scale, 65,536 at first, is in neither: one step with a tight limit is that of float32, but for rounding."""
     updates, ids = {}, torch.randint(300, (2, 4, 16))
     for precision in ("fp32", "fp16"):
         torch.manual_seed(0)
-        model = TransformerLM(covered.model)
+        model = TransformerLM(config.model)
         settings = {"optimizer__name": "sgd", "optimizer__max_grad_norm": 0.01, "precision": precision}
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        norm = PlainStep(model, replace(covered, **settings), torch.device("cpu"))(*ids, 1.0)[1]
+        norm = PlainStep(model, replace(config, **settings), torch.device("cpu"))(*ids, 1.0)[1]
         moved = torch.cat([(p - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
         updates[precision] = norm.item(), moved.norm().item()
     assert updates["fp16"] == pytest.approx(updates["fp32"], rel=0.02)
@@ -400,9 +398,9 @@ def test_the_committed_figures_of_the_fault_suite_lost_nothing():
 # ------------------------------------------------------------------------------------------------ plain and fused steps
 
 
-def test_training_with_updates_due_is_training_without(tmp_path, covered, request):
+def test_training_with_updates_due_is_training_without(tmp_path, config, request):
     """Also what a checkpoint at step 5 holds, on which nothing else falls, and what an interrupted run saves there."""
-    config = fast(replace(covered, keep_checkpoints=3))
+    config = fast(replace(config, keep_checkpoints=3))
     ended, due, cut = (RunFolder(tmp_path / name) for name in ("ended", "due", "cut"))
     train(config, ended)
     request.getfixturevalue("pipelined")
@@ -418,9 +416,9 @@ def test_training_with_updates_due_is_training_without(tmp_path, covered, reques
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ops", ["plain", "fused"])
-def test_the_loop_never_waits_for_the_device(covered, run, monkeypatch, ops):
+def test_the_loop_never_waits_for_the_device(config, run, monkeypatch, ops):
     """Steps 6 to 40, metrics lines included, make none of the calls that PyTorch knows to synchronize."""
-    config = replace(covered, device="cuda", precision="bf16", ops=ops, steps=50, log_interval=3)
+    config = replace(config, device="cuda", precision="bf16", ops=ops, steps=50, log_interval=3)
     config = replace(config, eval_interval=50, checkpoint_interval=50)
     original = AsyncMetrics.push
 
@@ -440,8 +438,8 @@ def test_the_loop_never_waits_for_the_device(covered, run, monkeypatch, ops):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({"model__norm": "post"}, "norm=post"), ({}, None)])
-def test_what_the_fused_step_does_not_cover_trains_plainly(covered, run, capsys, changes, reason):
-    config = replace(fast(covered), precision="fp32", steps=2, **changes)
+def test_what_the_fused_step_does_not_cover_trains_plainly(config, run, capsys, changes, reason):
+    config = replace(fast(config), precision="fp32", steps=2, **changes)
     assert type(training_step(TransformerLM(config.model), config)[0]) is (PlainStep if reason else FusedStep)
     assert train(config, run).state == "complete"
     sentence = f"run: plain operations, as the fused step does not cover {reason}."
@@ -449,8 +447,8 @@ def test_what_the_fused_step_does_not_cover_trains_plainly(covered, run, capsys,
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
-def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(covered, mode):
-    cell = WorkloadConfig(model=covered.model, batch_size=2, mode=mode, device="cpu")
+def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(config, mode):
+    cell = WorkloadConfig(model=replace(config.model, dropout=0.0), batch_size=2, mode=mode, device="cpu")
     plain = Workload(replace(cell, mode="forward_backward")).step()
     assert Workload(replace(cell, ops="fused")).step() == pytest.approx(plain.item(), rel=1e-5)
     with pytest.raises(UserError, match="does not cover norm=post; measure this case with ops plain"):
@@ -480,11 +478,12 @@ def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
     assert lines(run)[-1]["valid_accuracy"] == pytest.approx(found.accuracy)
 
 
-def test_z_loss_is_part_of_the_objective_and_not_reported(covered):
+def test_z_loss_is_part_of_the_objective_and_not_reported(config):
     torch.manual_seed(0)
-    model, ids = TransformerLM(covered.model), torch.randint(300, (2, 4, 16))
+    model, ids = TransformerLM(config.model), torch.randint(300, (2, 4, 16))
     plain, with_z = (
-        PlainStep(copy.deepcopy(model), replace(covered, z_loss=weight), torch.device("cpu")) for weight in (0.0, 0.5)
+        PlainStep(copy.deepcopy(model).eval(), replace(config, z_loss=weight), torch.device("cpu"))
+        for weight in (0.0, 0.5)
     )
     assert torch.equal(plain(*ids, 1e-3)[0], with_z(*ids, 1e-3)[0])
     loss, objective = with_z.loss(*ids, 0.5)

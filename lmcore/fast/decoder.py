@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.config import GenerateConfig, ModelConfig, replace
+from lmcore.config import GenerateConfig, ModelConfig
 from lmcore.device import autocast
 from lmcore.errors import require
 from lmcore.fast.kernels import decode as ops
@@ -26,8 +26,8 @@ KEYS_PER_PART = 256
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """As `lmcore.fast.support` says it of training, but without dropout and backward pass; norms and RoPE alone."""
-    found = [unsupported_in_training(replace(config, dropout=0.0), precision_of(dtype))]
+    """As `lmcore.fast.support` says it of training, but without a backward pass; norms and RoPE alone."""
+    found = [unsupported_in_training(config, precision_of(dtype))]
     found += [f"{name}=none" for name in ("norm", "position") if getattr(config, name) == "none"]
     found += [f"norm_eps={config.norm_eps}"] * (config.norm_eps != ops.EPS)
     return ", ".join(filter(None, found)) or None

@@ -57,6 +57,25 @@ def nothing(*_: int | Collection[int]) -> None:
     """Default callback: does nothing."""
 
 
+def dropout_forward(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
+    """`lmcore.functional.dropout`, with its numbers off CUDA; and which elements it keeps, None without one."""
+    if p == 0.0:
+        return x, None
+    if x.is_cuda:
+        return torch.native_dropout(x, p, True)
+    kept = torch.rand_like(x, dtype=torch.float32) >= p
+    return x * kept * (1.0 / (1.0 - p)), kept
+
+
+def dropout_backward(dy: Tensor, kept: Tensor | None, p: float, dx: Tensor | None = None) -> Tensor:
+    """The gradient before dropout, in `dx` if given; `dy` itself where there is none."""
+    if kept is None:
+        return dy
+    if dx is None:
+        return torch.ops.aten.native_dropout_backward(dy, kept, 1.0 / (1.0 - p))
+    return torch.ops.aten.native_dropout_backward.out(dy, kept, 1.0 / (1.0 - p), out=dx)
+
+
 class Group:
     """What the backward pass needs of G consecutive layers: operands of weight gradients stacked, the rest in lists."""
 
@@ -87,22 +106,28 @@ class Group:
         if products:
             del self.qkv, self.ab
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, dropout: float) -> None:
         """Makes room for the gradients of what the layers' matrices gave out."""
         size, rows, d = self.heads.shape
         self.dy, self.dx2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.dffn, self.dattn = self.dy, self.dx2  # before dropout, which leaves them as they are without one
+        if dropout:
+            self.dffn, self.dattn = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.dqkv = self.heads.new_empty(size, rows, 3 * d)
 
 
 @dataclass
 class Saved:
-    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,) if it has norms, and attention's log-sum-exp."""
+    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,) if it has norms, attention's log-sum-exp, and what
+    dropout keeps of the outputs of attention and feed-forward network."""
 
     x1: Tensor
     rstd1: Tensor | None
     lse: Tensor = field(init=False)
     x2: Tensor = field(init=False)
     rstd2: Tensor | None = field(init=False)
+    kept1: Tensor | None = field(init=False)
+    kept2: Tensor | None = field(init=False)
 
 
 class FusedTransformer:
@@ -155,7 +180,7 @@ class FusedTransformer:
         x, branch = self._embed(inputs), None
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
-            x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
+            x, branch = self._layer_forward(group, 0, x, branch, inputs.shape, 0.0)
         _, normed, _ = self._norm(-1, x, branch)
         self.fetch(1 + self.config.num_layers, 1)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
@@ -189,7 +214,7 @@ class FusedTransformer:
         `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
         before(0)
-        groups, x, branch = self._forward_groups(inputs, before)
+        groups, x, branch, kept = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
         self.fetch(1 + self.config.num_layers, 1)
         x, normed, rstd = self._norm(-1, x, branch)
@@ -200,13 +225,13 @@ class FusedTransformer:
             with self.side_stream():
                 after({1 + self.config.num_layers})
         partials = x.new_empty(len(self.norm_weights), num_partials(x), self.config.d_model, dtype=torch.float32)
-        groups[-1].begin_backward()
+        groups[-1].begin_backward(self.config.dropout)
         self._norm_backward(-1, dnormed, x, rstd, None, groups[-1].dy[-1], partials)
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
         if self.norm_weights:
             sum_partials(partials, self.norm_weight_grads)
-        self._embedding_backward(dx, inputs)
+        self._embedding_backward(dropout_backward(dx, kept, self.config.dropout), inputs)
         self.side_stream.wait()
         del in_use
         return loss
@@ -258,23 +283,27 @@ class FusedTransformer:
         same = (ids[:, None] == ids).to(dx.dtype)
         gradient.index_copy_(0, ids, gradient[ids] + same @ dx)  # a token's places all write the same
 
-    def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
-        """All layers; returns what was kept, and the two summands of the residual stream at the end."""
-        x, branch, groups = self._embed(inputs), None, []
+    def _forward_groups(
+        self, inputs: Tensor, before: Callable[[int], None]
+    ) -> tuple[list[Group], Tensor, Tensor, Tensor | None]:
+        """All layers; returns what the backward pass needs, the two summands of the residual stream at the end, and
+        what dropout keeps of the embeddings."""
+        branch, groups = None, []
+        x, kept = dropout_forward(self._embed(inputs), self.config.dropout)
         most = 1 if self.recomputes else MOST_LAYERS
         per_group = self.layers_per_matmul or min(most, max(1, ROWS_PER_PRODUCT // x.shape[0]))
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
                 before(1 + group.layers[i])
-                x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
+                x, branch = self._layer_forward(group, i, x, branch, inputs.shape, self.config.dropout)
             if self.recomputes_elementwise:
                 group.free(products=self.recomputes)
             groups.append(group)
-        return groups, x, branch
+        return groups, x, branch, kept
 
     def _layer_forward(
-        self, group: Group, i: int, x: Tensor, branch: Tensor | None, shape: torch.Size
+        self, group: Group, i: int, x: Tensor, branch: Tensor | None, shape: torch.Size, dropout: float
     ) -> tuple[Tensor, Tensor]:
         """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
         layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
@@ -283,12 +312,13 @@ class FusedTransformer:
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[w.slot(layer)].t(), out=qkv)
         saved.lse = rope_attention_forward(qkv, self.angles, (*shape, self.config.num_heads), group.heads[i])
-        branch = torch.mm(group.heads[i], w.out[w.slot(layer)].t())
+        branch, saved.kept1 = dropout_forward(torch.mm(group.heads[i], w.out[w.slot(layer)].t()), dropout)
         saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
         torch.mm(group.normed2[i], w.w13[w.slot(layer)].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
+        branch, saved.kept2 = dropout_forward(torch.mm(group.h[i], w.w2[w.slot(layer)].t()), dropout)
         group.saved.append(saved)
-        return saved.x2, torch.mm(group.h[i], w.w2[w.slot(layer)].t())
+        return saved.x2, branch
 
     def _recompute(self, group: Group, length: int) -> None:
         """The operands of the group's layers that were freed, from what was saved."""
@@ -318,7 +348,7 @@ class FusedTransformer:
             if self.recomputes_elementwise:
                 self._recompute(group, shape[1])
             if groups:
-                groups[-1].begin_backward()
+                groups[-1].begin_backward(self.config.dropout)
             for i in reversed(range(len(group.layers))):
                 before = group.dy[i - 1] if i else groups[-1].dy[-1] if groups else dx
                 self._layer_backward(group, i, before, shape, partials)
@@ -333,12 +363,14 @@ class FusedTransformer:
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
         """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
-        slot = w.slot(layer)
+        slot, p = w.slot(layer), self.config.dropout
         self.fetch(1 + layer, -1)
-        swiglu_backward_(torch.mm(group.dy[i], w.w2[slot]), group.ab[i])
+        dropout_backward(group.dy[i], saved.kept2, p, group.dffn[i])
+        swiglu_backward_(torch.mm(group.dffn[i], w.w2[slot]), group.ab[i])
         dnormed = torch.mm(group.ab[i], w.w13[slot])
         self._norm_backward(2 * layer + 1, dnormed, saved.x2, saved.rstd2, group.dy[i], group.dx2[i], partials)
-        self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[slot]), shape)
+        dropout_backward(group.dx2[i], saved.kept1, p, group.dattn[i])
+        self._attention_backward(group, i, torch.mm(group.dattn[i], w.out[slot]), shape)
         dnormed = torch.mm(group.dqkv[i], w.qkv[slot])
         self._norm_backward(2 * layer, dnormed, saved.x1, saved.rstd1, group.dx2[i], dx, partials)
 
@@ -353,9 +385,9 @@ class FusedTransformer:
         first = self.grads.slot(group.layers.start)
         layers = slice(first, first + len(group.layers))
         for dy, x, dw in (
-            (group.dy, group.h, self.grads.w2),
+            (group.dffn, group.h, self.grads.w2),
             (group.ab, group.normed2, self.grads.w13),
-            (group.dx2, group.heads, self.grads.out),
+            (group.dattn, group.heads, self.grads.out),
             (group.dqkv, group.normed1, self.grads.qkv),
         ):
             torch.bmm(dy.transpose(1, 2), x, out=dw[layers])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,18 +10,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.alone import Alone
-from lmcore.config import TrainConfig
+from lmcore.config import OptimizerConfig, TrainConfig
 from lmcore.distributed.ddp import broadcast_state
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Divided, OurFSDP
 from lmcore.errors import require
 from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.fast.model import FusedTransformer, nothing
+from lmcore.fast.muon import FusedMuon
 from lmcore.fast.sharding import Exchange, Shards, owners_by_layer
 from lmcore.fast.streams import HIGH, SideStream
 from lmcore.fast.support import unsupported_reason
 from lmcore.model import TransformerLM
-from lmcore.optimizer import build_optimizer, gradient_clipping, set_learning_rate
+from lmcore.optimizer import AdamW, Muon, build_optimizer, gradient_clipping, set_learning_rate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 """What the fused step computes in, by precision; its master weights are float32 in any case."""
@@ -29,6 +30,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 FEW_ROWS, NARROW = 2048, 1024
 """Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does: on the
 H200 it gained at 768, and lost at 2,560, where matmuls fill the chip and only take turns with the update."""
+
+
+def fused_optimizer(
+    model: TransformerLM, config: OptimizerConfig, max_grad_norm: float | None, owners: dict[Tensor, int] | None = None
+) -> Optimizer:
+    """The configured optimizer as a graph can hold it: with `owners` a `ShardedOptimizer`; SGD is the plain one."""
+
+    def make(groups: list[dict], kind: type, **settings: Any) -> Optimizer:
+        if (fused := {AdamW: FusedAdamW, Muon: FusedMuon}.get(kind)) is None:
+            return kind(groups, **settings)
+        settings["max_grad_norm"] = max_grad_norm
+        return ShardedOptimizer(groups, fused, owners=owners, **settings) if owners else fused(groups, **settings)
+
+    return build_optimizer(model, config, make)
 
 
 class FusedStep:
@@ -85,7 +100,7 @@ class FusedStep:
             self.exchange = Exchange(self.transformer, self.sharded)
         elif divided:
             self.exchange = Shards(self.transformer, ranks)
-        ours = self.adamw is not None and self.exchange is None
+        ours = self.adamw is not None and self.adamw.by_parts and self.exchange is None
         leaves_room = self.shape.numel() <= FEW_ROWS and model.config.d_model < NARROW
         by_default = ours and leaves_room and self.transformer.device.type == "cuda"
         self.pipelined = by_default if pipelined is None else pipelined
@@ -124,10 +139,8 @@ class FusedStep:
         elif ranks:
             broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
-        adamw = partial(FusedAdamW, max_grad_norm=limit)
-        if ranks and config.strategy == "zero1":
-            adamw = partial(ShardedOptimizer, optimizer_cls=adamw, owners=owners_by_layer(model, ranks))
-        optimizer = build_optimizer(model, config.optimizer, adamw)
+        owners = owners_by_layer(model, ranks) if ranks and config.strategy == "zero1" else None
+        optimizer = fused_optimizer(model, config.optimizer, limit, owners)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
         return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks, strategy=strategy)
@@ -304,7 +317,7 @@ class FusedStep:
         events = {}
         with self.updates():
             for part in sorted(set(self.transformer.parts.values())):
-                self.adamw.apply(part)
+                self.adamw.apply({part})
                 events[part] = self.updates.record()
         return lambda part: self.updates.wait(events[part]) if part in events else None
 
@@ -314,8 +327,10 @@ class FusedStep:
         stream = torch.cuda.Stream(device, priority=HIGH)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
+            drawn = torch.cuda.get_rng_state(device)  # dropout's draws here are not the run's
             for _ in range(2):  # memory that the first pass allocates in bits, the second finds in place
                 self.transformer.forward_backward(*self.batch)
+            torch.cuda.set_rng_state(drawn, device)
             if self.adamw is not None:
                 self.adamw.warm_up()
         torch.cuda.current_stream(device).wait_stream(stream)

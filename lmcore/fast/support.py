@@ -29,7 +29,6 @@ def unsupported_reason(config: ModelConfig, precision: str, ranks: int = 0) -> s
         f"num_kv_heads={config.num_kv_heads}": config.kv_heads != config.num_heads,
         "parallel blocks": config.parallel,
         f"ffn={config.ffn}": config.ffn != "swiglu",
-        f"dropout={config.dropout}": config.dropout > 0,
         f"heads of {config.d_k} features (at most {MAX_HEAD_SIZE})": config.d_k > MAX_HEAD_SIZE,
         f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
         f"d_model={config.d_model} and d_ff={config.d_ff} divided by {ranks} ranks": config.d_model % ranks

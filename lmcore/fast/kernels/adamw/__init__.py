@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,9 @@ class FusedAdamW(AdamW):
     measured). A gradient that is not finite leaves weights that are not, as the plain clipping does.
     """
 
+    by_parts = True
+    """Whether `apply` may be asked for one part after the other."""
+
     def __init__(
         self,
         params: Iterable,
@@ -105,16 +108,19 @@ class FusedAdamW(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
+        **others: Any,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, **others)
         require(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be positive, not {max_grad_norm}.")
         parameters = [p for group in self.param_groups for p in group["params"]]
         kinds = {f"{p.dtype} on {p.device}" for p in parameters}
         fits = len(kinds) == 1 and parameters[0].dtype == torch.float32
-        require(fits, f"FusedAdamW updates float32 parameters of one device, not {', '.join(sorted(kinds))}.")
+        require(
+            fits, f"{type(self).__name__} updates float32 parameters of one device, not {', '.join(sorted(kinds))}."
+        )
         self.max_grad_norm = max_grad_norm
         self.norm = torch.full((), math.nan, device=parameters[0].device)
-        self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
+        self._moments: dict[Tensor, dict[str, Tensor]] = {}  # their addresses outlive a loaded state
         self._squared: set[int] = set()  # parts whose squares `measure` finds in place
         self._table = None
         self.bind({})
@@ -156,14 +162,10 @@ class FusedAdamW(AdamW):
         rows: list[Settings] = []
         numbers, index = {}, []  # most parameters share their row
         for group, p, _ in self._build():
-            state = self.state[p]
-            if not state:
-                m, v = self._moments[p]
-                state.update(t=0, m=m, v=v)
-            state["t"] += 1
-            index.append(numbers.setdefault((id(group), state["t"]), len(rows)))
+            t = self._count(p)
+            index.append(numbers.setdefault((id(group), t), len(rows)))
             if index[-1] == len(rows):
-                rows.append(self._settings(group, state["t"]))
+                rows.append(self._settings(group, t))
         self._table.send(rows, index)
 
     def launch(self) -> None:
@@ -190,11 +192,11 @@ class FusedAdamW(AdamW):
             self._squared.clear()
 
     @torch.no_grad()
-    def apply(self, part: int | None = None) -> None:
-        """Clipping by the norm, and the update, of all parameters or of a part: the second half of `launch`."""
+    def apply(self, parts: Collection[int] | None = None) -> None:
+        """Clipping by the norm, and the update, of all parameters or of these parts: the second half of `launch`."""
         norm = None if self.max_grad_norm is None else self.norm
         with on_device_of(self.norm):
-            self._table.update(norm, set(self._table.parts) if part is None else {part})
+            self._table.update(norm, set(self._table.parts) if parts is None else parts)
 
     @torch.no_grad()
     def idle(self) -> None:
@@ -212,12 +214,20 @@ class FusedAdamW(AdamW):
         """Loads a state of AdamW or FusedAdamW. The moments keep their addresses, which graphs may have captured."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            for mine, loaded in zip(self._moments_of(p), (state["m"], state["v"]), strict=True):
-                mine.copy_(loaded)
-            state["m"], state["v"] = self._moments_of(p)
+            for name, mine in self._moments_of(p).items():
+                mine.copy_(state[name])
+            state.update(self._moments_of(p))
         for p, moments in self._moments.items():
             if p not in self.state:
-                torch._foreach_zero_(moments)
+                torch._foreach_zero_(list(moments.values()))
+
+    def _count(self, p: Tensor) -> int:
+        """The number of this update, from 1."""
+        state = self.state[p]
+        if not state:
+            state.update(t=0, **self._moments_of(p))
+        state["t"] += 1
+        return state["t"]
 
     def _settings(self, group: dict, t: int) -> Settings:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -225,10 +235,14 @@ class FusedAdamW(AdamW):
         keep = 1 - lr * group["weight_decay"]
         return Settings(beta1, 1 - beta1, beta2, 1 - beta2, lr_t, group["eps"], keep, self.max_grad_norm or math.inf)
 
-    def _moments_of(self, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _moments_of(self, p: Tensor, names: tuple[str, ...] = ("m", "v")) -> dict[str, Tensor]:
+        """Tensors of a parameter's state by name; with the memory format of `p`, so contiguous."""
         if p not in self._moments:
-            self._moments[p] = torch.zeros_like(p), torch.zeros_like(p)
+            self._moments[p] = {name: torch.zeros_like(p) for name in names}
         return self._moments[p]
+
+    def _slot(self, p: Tensor, gradient: Tensor) -> Slot:
+        return Slot(p.detach(), gradient.detach(), *self._moments_of(p).values(), self._compute_weights.get(p))
 
     def _build(self) -> list[tuple[dict, Tensor, Tensor]]:
         """(group, parameter, gradient) of every parameter that has one; the table for them, unless it is there."""
@@ -242,7 +256,7 @@ class FusedAdamW(AdamW):
         for _, p, gradient in found:
             _check(p, p)
             _check(p, gradient)
-            slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._compute_weights.get(p)))
+            slots.append(self._slot(p, gradient))
         table = Plain
         if slots and dispatch.runs_triton(slots[0].p.device):
             from lmcore.fast.kernels.adamw.gpu import Table as table
