@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lmcore.errors import require
+from lmcore.errors import UserError, require
 from lmcore.fast.kernels import dispatch
 from lmcore.fast.kernels.attention import reference
 from lmcore.fast.kernels.dispatch import is_hopper, on_device_of
@@ -38,19 +38,41 @@ def flash_attention(
     may differ. Raises `UserError` if queries, keys and values differ in shape, type or device; plain attention serves
     queries and keys of different lengths.
     """
-    kinds = {f"{tuple(x.shape)}, {x.dtype} on {x.device}" for x in (q, k, v)}
-    require(
-        len(kinds) == 1 and q.ndim >= 3 and q.is_floating_point(),
-        "Flash attention takes queries, keys and values (..., H, T, K) of one shape, floating-point type and device, "
-        f"not {' and '.join(sorted(kinds))}. Plain attention serves fewer queries than keys.",
-    )
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        kinds = sorted({f"{tuple(x.shape)}, {x.dtype} on {x.device}" for x in (q, k, v)})
+        raise UserError(
+            "Flash attention takes queries, keys and values (..., H, T, K) of one shape, floating-point type and "
+            f"device, not {' and '.join(kinds)}. Plain attention serves fewer queries than keys."
+        )
+    fits = q.ndim >= 3 and q.is_floating_point()
+    require(fits, f"Flash attention takes (..., H, T, K) in floating point, not {tuple(q.shape)} in {q.dtype}.")
     kind = q.device.type
     if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     shape = q.shape
     if q.ndim != 4:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    return forward_op(q, k, v, causal)[0].reshape(shape)
+    if torch.compiler.is_compiling():
+        return forward_op(q, k, v, causal)[0].reshape(shape)
+    return FlashAttention.apply(q, k, v, causal).reshape(shape)
+
+
+class FlashAttention(torch.autograd.Function):
+    """`attention_forward` and `attention_backward` for autograd: an operator's call takes ten times as long."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        out, lse = attention_forward(q, k, v, causal)
+        ctx.causal = causal
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attention_backward(q, k, v, out, lse, aligned(do), ctx.causal), None
 
 
 def attention_forward(
@@ -65,8 +87,11 @@ def attention_forward(
     out = by_position(q) if out is None else out
     if q.numel() == 0:
         return out, log_sum_exp(q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
-        return kernels(q).forward(q, k, v, causal, out)
+    if (module := kernels(q)) is reference:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            return reference.forward(q, k, v, causal, out)
+    with on_device_of(q):
+        return module.forward(q, k, v, causal, out)
 
 
 def attention_backward(
@@ -158,6 +183,8 @@ backward_op.register_fake(lambda q, k, v, *others: (by_position(q), by_position(
 
 def aligned(x: Tensor) -> Tensor:
     """`x`, copied where its features do not lie side by side, or rows overlap or begin where a copy's would not."""
+    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
+        return x
     unit = math.gcd(ALIGNMENT, x.shape[-1] * x.element_size())
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     fits = x.stride(-1) == 1 and x.data_ptr() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
