@@ -120,7 +120,10 @@ def updates(
 
 
 def muon(case: BenchmarkCase, conditions: Conditions) -> Rows:
-    """One Muon update, as large as AdamW's, of the float32 matrices of a model's blocks, without clipping."""
+    """Muon updates, as large as AdamW's, of the float32 matrices of a model's blocks, without clipping.
+
+    They run back to back, launches included: PyTorch's has more of them than can wait for a GPU.
+    """
     settings, shapes = OPTIMIZER | {"momentum": 0.95}, shapes_of(case)
 
     def theirs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -134,7 +137,8 @@ def muon(case: BenchmarkCase, conditions: Conditions) -> Rows:
     builders = {name: partial(update, kind, shapes) for name, kind in kinds.items()}
     amount = sum(map(torch.Size.numel, map(torch.Size, shapes))) / 1e6
     reference = update(plain, shapes[:1], torch.float64).results
-    return timed_rows(case, conditions, builders, amount, "million parameters/s", None, "", reference=reference)
+    rates = (amount, "million parameters/s", None, "")
+    return timed_rows(case, conditions, builders, *rates, alone=False, reference=reference)
 
 
 def adamw(case: BenchmarkCase, conditions: Conditions) -> Rows:
