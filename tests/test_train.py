@@ -8,7 +8,7 @@ import shutil
 import signal
 import types
 import warnings
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -75,14 +75,6 @@ def straight(tmp_path, never_stopped) -> RunFolder:
     return RunFolder(shutil.copytree(never_stopped.path, tmp_path / "straight"))
 
 
-@pytest.fixture
-def pipelined():
-    """Fused steps leave their update to the next call, as on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedStep, "__init__", partialmethod(FusedStep.__init__, pipelined=True))
-        yield
-
-
 def train_until(step: int, config: TrainConfig, run: RunFolder) -> None:
     """Trains until SIGTERM comes at the end of the given step."""
     original = AsyncMetrics.push
@@ -128,14 +120,11 @@ RUNS = {
     "sgd": {"optimizer__name": "sgd"},
     "fused": {"ops": "fused"},
     "fused muon": {"ops": "fused", "optimizer__name": "muon"},
-    "pipelined": {"ops": "fused"},
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, run, request, name):
-    if name == "pipelined":
-        request.getfixturevalue("pipelined")
+def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, run, name):
     config, straight = replace(config, **RUNS[name]), RunFolder(tmp_path / "straight")
     assert train(config, straight).state == "complete"
     for step in (5, 7):  # at the step of a checkpoint, and where no line of metrics ends
@@ -396,22 +385,6 @@ def test_the_committed_figures_of_the_fault_suite_lost_nothing():
 
 
 # ------------------------------------------------------------------------------------------------ plain and fused steps
-
-
-def test_training_with_updates_due_is_training_without(tmp_path, config, request):
-    """Also what a checkpoint at step 5 holds, on which nothing else falls, and what an interrupted run saves there."""
-    config = fast(replace(config, keep_checkpoints=3))
-    ended, due, cut = (RunFolder(tmp_path / name) for name in ("ended", "due", "cut"))
-    train(config, ended)
-    request.getfixturevalue("pipelined")
-    train(config, due)
-    train_until(5, replace(config, checkpoint_interval=6), cut)
-    assert lines(ended) == lines(due)
-    for name in ("last_weights", "best_weights"):
-        assert digest(read_weights(getattr(ended, name))[0]) == digest(read_weights(getattr(due, name))[0])
-    saved = [read_checkpoint(run.checkpoint_file(5)) for run in (ended, due, cut)]
-    for part in ("model", "optimizer"):
-        assert len({digest(content[part]) for content in saved}) == 1
 
 
 @pytest.mark.gpu

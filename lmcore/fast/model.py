@@ -205,17 +205,13 @@ class FusedTransformer:
         self,
         inputs: Tensor,
         targets: Tensor,
-        before: Callable[[int], None] = nothing,
         after: Callable[[Collection[int]], None] = nothing,
     ) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
 
-        `before(part)` is called ahead of each of the `parts` of the forward pass; gradients change after the last.
         `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
-        before(0)
-        groups, x, branch, kept = self._forward_groups(inputs, before)
-        before(1 + self.config.num_layers)
+        groups, x, branch, kept = self._forward_groups(inputs)
         self.fetch(1 + self.config.num_layers, 1)
         x, normed, rstd = self._norm(-1, x, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
@@ -283,9 +279,7 @@ class FusedTransformer:
         same = (ids[:, None] == ids).to(dx.dtype)
         gradient.index_copy_(0, ids, gradient[ids] + same @ dx)  # a token's places all write the same
 
-    def _forward_groups(
-        self, inputs: Tensor, before: Callable[[int], None]
-    ) -> tuple[list[Group], Tensor, Tensor, Tensor | None]:
+    def _forward_groups(self, inputs: Tensor) -> tuple[list[Group], Tensor, Tensor, Tensor | None]:
         """All layers; returns what the backward pass needs, the two summands of the residual stream at the end, and
         what dropout keeps of the embeddings."""
         branch, groups = None, []
@@ -295,7 +289,6 @@ class FusedTransformer:
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
-                before(1 + group.layers[i])
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape, self.config.dropout)
             if self.recomputes_elementwise:
                 group.free(products=self.recomputes)

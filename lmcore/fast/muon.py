@@ -52,8 +52,6 @@ class FusedMuon(FusedAdamW):
     For parameters, gradients and `norm` see there; `apply` takes no single parts.
     """
 
-    by_parts = False
-
     def __init__(
         self,
         params: Iterable,

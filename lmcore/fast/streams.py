@@ -10,14 +10,14 @@ LOW, HIGH = 0, -1
 
 
 class SideStream:
-    """Work beside the current stream of a CUDA device; in turn with it elsewhere, or where not `enabled`.
+    """Work beside the current stream of a CUDA device; in turn with it elsewhere.
 
     The stream forks off and joins by events, as a CUDA graph that captures both records it. The caller keeps every
     tensor that the other stream still uses: memory freed too early would be given out again.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True):
-        self.stream = torch.cuda.Stream(device, priority=LOW) if enabled and device.type == "cuda" else None
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device, priority=LOW) if device.type == "cuda" else None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

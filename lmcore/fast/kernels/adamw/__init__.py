@@ -97,9 +97,6 @@ class FusedAdamW(AdamW):
     measured). A gradient that is not finite leaves weights that are not, as the plain clipping does.
     """
 
-    by_parts = True
-    """Whether `apply` may be asked for one part after the other."""
-
     def __init__(
         self,
         params: Iterable,
