@@ -112,27 +112,38 @@ class Muon(AdamW):
             parameters = with_gradient(group)
             if group["orthogonalize"]:
                 for shape in {p.shape: None for p in parameters}:
-                    muon_update([p for p in parameters if p.shape == shape], self.state, group)
+                    matrices = [p for p in parameters if p.shape == shape]
+                    buffers = [momentum_buffer(p, self.state[p]) for p in matrices]
+                    directions = torch.stack([p.grad for p in matrices])
+                    muon_update(matrices, directions, buffers, group["momentum"], *muon_scalars(group, shape))
             else:
                 for p in parameters:
                     adamw_update(p, self.state[p], group)
         return loss
 
 
-def muon_update(matrices: list[Any], states: Any, group: dict) -> None:
-    """Updates matrices of one shape, which one batched matmul serves; their `states` keep a momentum_buffer."""
-    directions = []
-    for p in matrices:
-        if not states[p]:
-            states[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffer = states[p]["momentum_buffer"]
-        buffer.lerp_(p.grad, 1 - group["momentum"])
-        directions.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look ahead
-    updates = orthogonalize(torch.stack(directions))
-    scale = 0.2 * math.sqrt(max(matrices[0].shape))
-    for p, update in zip(matrices, updates, strict=True):
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(update, alpha=-group["lr"] * scale)
+def momentum_buffer(p: Tensor, state: dict) -> Tensor:
+    """Muon's only state of a parameter, zeros at first."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(p)
+    return state["momentum_buffer"]
+
+
+def muon_scalars(group: dict, shape: torch.Size) -> tuple[float, float]:
+    """What weights are multiplied by, and what their update is."""
+    return 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+
+
+def muon_update(
+    matrices: list[Any], directions: Tensor, buffers: list[Tensor], momentum: float, keep: Any, step: Any
+) -> None:
+    """Updates matrices of one shape, which one batched matmul serves, by their stacked gradients, which are written
+    over. `keep` and `step` are the `muon_scalars`, numbers or tensors."""
+    each = list(directions.unbind())
+    torch._foreach_lerp_(buffers, each, 1 - momentum)
+    torch._foreach_lerp_(each, buffers, momentum)  # Nesterov's look ahead
+    torch._foreach_mul_(matrices, keep)
+    torch._foreach_sub_(matrices, list((orthogonalize(directions) * step).unbind()))
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:

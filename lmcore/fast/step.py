@@ -87,7 +87,7 @@ class FusedStep:
         elif divided:
             self.exchange = Shards(self.transformer, ranks)
         self.behind = False  # float32 parameters that other ranks have updated
-        self.adamw.bind(self.transformer.gradients, self.transformer.compute_weights, self.transformer.parts)
+        self.adamw.bind(self.transformer.gradients, self.transformer.compute_weights)
         if self.transformer.device.type == "cuda":
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.transformer.device)
 
@@ -211,9 +211,9 @@ class FusedStep:
         return loss, self.adamw.norm.clone()
 
     def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward pass; what is finished is measured, or begins to be summed over the ranks, beside it."""
+        """Forward and backward pass; of several ranks, what is finished begins to be summed beside it."""
         if not self.ranks:
-            return self.transformer.forward_backward(inputs, targets, self.adamw.begin_measure)
+            return self.transformer.forward_backward(inputs, targets)
         sums, left = [], {0, *self.transformer.parts.values()}
         average = dist.get_backend() == "nccl"  # gloo only sums
         how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

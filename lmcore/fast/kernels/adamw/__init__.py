@@ -1,7 +1,7 @@
 """AdamW as one pass over all parameters: clipping folded in, compute weights written beside, no wait for the device."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ class Slot(NamedTuple):
 
     p: Tensor  # float32
     gradient: Tensor  # bfloat16 or float32
-    m: Tensor  # float32
-    v: Tensor  # float32
+    m: Tensor | None  # float32; None: the gradient is measured, and the parameter left alone
+    v: Tensor | None  # float32
     copy: Tensor | None  # bfloat16 or float32: the parameter that the model computes with
 
 
@@ -47,7 +47,7 @@ def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None
     """
     scale = None
     for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
-        if row is NOTHING:
+        if row is NOTHING or m is None:
             continue
         g = gradient.float()
         if norm is not None:
@@ -64,24 +64,20 @@ def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None
 class Plain:
     """Updates all slots by plain operations, where there is no Triton; the counterpart of `gpu.Table`."""
 
-    def __init__(self, slots: list[Slot], parts: list[int]):
-        self.slots, self.parts = slots, parts
+    def __init__(self, slots: list[Slot]):
+        self.slots = slots
 
     def send(self, rows: list[Settings], index: list[int]) -> None:
         """Takes the settings of this step: slot i has those of row `index[i]`."""
         self.rows = [rows[i] for i in index]
 
-    def square(self, parts: Collection[int]) -> None:
-        """Nothing: `join_squares` sums the squares."""
-
-    def join_squares(self, norm: Tensor) -> None:
+    def measure(self, norm: Tensor) -> None:
         """Writes the gradients' joint l2 norm into `norm`."""
         norm.copy_(gradient_norm([slot.gradient.float() for slot in self.slots]) if self.slots else torch.zeros(()))
 
-    def update(self, norm: Tensor | None, parts: Collection[int]) -> None:
-        """The update of these parts; with `norm`, gradients are clipped by it."""
-        chosen = [i for i, part in enumerate(self.parts) if part in parts]
-        update([self.slots[i] for i in chosen], [self.rows[i] for i in chosen], norm)
+    def update(self, norm: Tensor | None) -> None:
+        """The update; with `norm`, gradients are clipped by it."""
+        update(self.slots, self.rows, norm)
 
 
 class FusedAdamW(AdamW):
@@ -118,7 +114,6 @@ class FusedAdamW(AdamW):
         self.max_grad_norm = max_grad_norm
         self.norm = torch.full((), math.nan, device=parameters[0].device)
         self._moments: dict[Tensor, dict[str, Tensor]] = {}  # their addresses outlive a loaded state
-        self._squared: set[int] = set()  # parts whose squares `measure` finds in place
         self._table = None
         self.bind({})
 
@@ -126,17 +121,14 @@ class FusedAdamW(AdamW):
         self,
         gradients: Mapping[nn.Parameter, Tensor],
         compute_weights: Mapping[nn.Parameter, Tensor] | None = None,
-        parts: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         """Reads gradients from `gradients` (default: p.grad); writes new parameters into `compute_weights` as well.
 
-        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32. `parts` numbers
-        the parts that `apply` may be asked for one by one (default: everything is part 0).
+        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32.
         """
         for p, tensor in [*gradients.items(), *(compute_weights or {}).items()]:
             _check(p, tensor)
-        self._gradients, self._parts = dict(gradients), dict(parts or {})
-        self._compute_weights = dict(compute_weights or {})
+        self._gradients, self._compute_weights = dict(gradients), dict(compute_weights or {})
         self._addresses: list[int] | None = None  # what the table was built for
 
     @torch.no_grad()
@@ -171,40 +163,26 @@ class FusedAdamW(AdamW):
         self.apply()
 
     @torch.no_grad()
-    def begin_measure(self, parts: Collection[int]) -> None:
-        """Ahead of `measure`: sums the squares of these parts' gradients, which may be on another stream."""
-        if self.max_grad_norm is not None and self._table is not None:
-            self._squared.update(parts)
-            with on_device_of(self.norm):
-                self._table.square(parts)
-
-    @torch.no_grad()
     def measure(self) -> None:
         """The norm of the gradients, where it is wanted: the first half of `launch`."""
         require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
         if self.max_grad_norm is not None:
             with on_device_of(self.norm):
-                self._table.square(set(self._table.parts) - self._squared)
-                self._table.join_squares(self.norm)
-            self._squared.clear()
+                self._table.measure(self.norm)
 
     @torch.no_grad()
-    def apply(self, parts: Collection[int] | None = None) -> None:
-        """Clipping by the norm, and the update, of all parameters or of these parts: the second half of `launch`."""
+    def apply(self) -> None:
+        """Clipping by the norm, and the update: the second half of `launch`."""
         norm = None if self.max_grad_norm is None else self.norm
         with on_device_of(self.norm):
-            self._table.update(norm, set(self._table.parts) if parts is None else parts)
-
-    @torch.no_grad()
-    def idle(self) -> None:
-        """Lets the next `apply` change nothing, whatever the gradients are: there is no step to apply."""
-        self._table.send([NOTHING], [0] * len(self._table.parts))
+            self._table.update(norm)
 
     def warm_up(self) -> None:
         """Builds the table and compiles the kernels for the present gradients; changes nothing but the norm."""
-        self._build()
-        self.idle()
-        self.launch()
+        found = self._build()
+        self._table.send([NOTHING], [0] * len(found))
+        self.measure()
+        FusedAdamW.apply(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -232,14 +210,15 @@ class FusedAdamW(AdamW):
         keep = 1 - lr * group["weight_decay"]
         return Settings(beta1, 1 - beta1, beta2, 1 - beta2, lr_t, group["eps"], keep, self.max_grad_norm or math.inf)
 
-    def _moments_of(self, p: Tensor, names: tuple[str, ...] = ("m", "v")) -> dict[str, Tensor]:
-        """Tensors of a parameter's state by name; with the memory format of `p`, so contiguous."""
+    def _moments_of(self, p: Tensor) -> dict[str, Tensor]:
+        """Tensors of a parameter's state by name."""
         if p not in self._moments:
-            self._moments[p] = {name: torch.zeros_like(p) for name in names}
+            self._moments[p] = {name: torch.zeros_like(p) for name in ("m", "v")}
         return self._moments[p]
 
     def _slot(self, p: Tensor, gradient: Tensor) -> Slot:
-        return Slot(p.detach(), gradient.detach(), *self._moments_of(p).values(), self._compute_weights.get(p))
+        moments = (self._moments_of(p).get(name) for name in ("m", "v"))
+        return Slot(p.detach(), gradient.detach(), *moments, self._compute_weights.get(p))
 
     def _build(self) -> list[tuple[dict, Tensor, Tensor]]:
         """(group, parameter, gradient) of every parameter that has one; the table for them, unless it is there."""
@@ -257,8 +236,7 @@ class FusedAdamW(AdamW):
         table = Plain
         if slots and dispatch.runs_triton(slots[0].p.device):
             from lmcore.fast.kernels.adamw.gpu import Table as table
-        self._table = table(slots, [self._parts.get(p, 0) for _, p, _ in found])
-        self._squared.clear()  # another table, or other gradients
+        self._table = table(slots)
         self._addresses = addresses
         return found
 

@@ -1,7 +1,5 @@
 """The Triton kernels of `kernels.adamw`: one launch goes through many tensors by a table of their addresses."""
 
-from collections.abc import Collection
-
 import torch
 import triton
 import triton.language as tl
@@ -34,13 +32,13 @@ def elements_from(table, row, first, ALIGNED: tl.constexpr):
     return n - first
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def update_kernel(
-    table, blocks, start, settings, norm,
+    table, blocks, settings, norm,
     CLIP: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program j, i = start + j: `adamw_update` of block blocks[i, 1] of the tensor in row blocks[i, 0]."""
-    i = start + tl.program_id(0)
+    """Program i: `adamw_update` of block blocks[i, 1] of the tensor in row blocks[i, 0]."""
+    i = tl.program_id(0)
     row = tl.load(blocks + 2 * i)
     first = tl.load(blocks + 2 * i + 1).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
@@ -67,13 +65,13 @@ def update_kernel(
         tl.store(address(table, row, 4, first, COPY, ALIGNED) + at, p.to(COPY), mask=inside)
 
 
-@triton.jit(do_not_specialize=["start", "sums"])
+@triton.jit(do_not_specialize=["sums"])
 def squares_kernel(
-    table, chunks, start, sums,
+    table, chunks, sums,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program j, i = start + j: sum of squares of PARTS blocks of one gradient, into sums[i]."""
-    i = start + tl.program_id(0)
+    """Program i: sum of squares of PARTS blocks of one gradient, into sums[i]."""
+    i = tl.program_id(0)
     row = tl.load(chunks + 2 * i)
     first = tl.load(chunks + 2 * i + 1).to(tl.int64) * (BLOCK * PARTS)
     n = elements_from(table, row, first, ALIGNED)
@@ -96,54 +94,38 @@ def norm_kernel(sums, count, norm, BLOCK: tl.constexpr):
     tl.store(norm, tl.sqrt_rn(tl.sum(total, 0)))
 
 
-class Programs:
-    """What each program works on: `table` (programs, 2), the row of a tensor and the index of a piece of it."""
-
-    def __init__(self, rows: list[int], sizes: list[int], parts: list[int], size: int, device: torch.device):
-        counts = torch.tensor([-(-sizes[i] // size) for i in rows])
-        starts = counts.cumsum(0) - counts
-        which = torch.repeat_interleave(torch.tensor(rows), counts)
-        index = torch.arange(len(which)) - torch.repeat_interleave(starts, counts)
-        self.table = torch.stack((which, index), dim=1).to(torch.int32).to(device)
-        self.ranges: dict[int, tuple[int, int]] = {}  # of programs, by part: parts lie side by side
-        end = 0
-        for i in rows:
-            start, _ = self.ranges.get(parts[i], (end, end))
-            end += -(-sizes[i] // size)
-            self.ranges[parts[i]] = start, end
-
-    def of(self, parts: Collection[int]) -> list[tuple[int, int]]:
-        """First program and number of programs of each launch for these parts."""
-        chosen: list[tuple[int, int]] = []
-        for start, end in (programs for part, programs in self.ranges.items() if part in parts):
-            if chosen and chosen[-1][1] == start:
-                start = chosen.pop()[0]
-            chosen.append((start, end))
-        return [(start, end - start) for start, end in chosen if end > start]
+def programs(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
+    """What each program works on, (programs, 2): the row of a tensor, and the index of a piece of it."""
+    counts = torch.tensor([-(-sizes[i] // size) for i in rows])
+    starts = counts.cumsum(0) - counts
+    which = torch.repeat_interleave(torch.tensor(rows), counts)
+    index = torch.arange(len(which)) - torch.repeat_interleave(starts, counts)
+    return torch.stack((which, index), dim=1).to(torch.int32).to(device)
 
 
 class Table:
     """Addresses and settings of all slots on the device, and the launches over them. It keeps no tensor alive.
 
-    One launch serves slots alike in the types of gradient and copy, and in alignment.
+    One launch serves slots alike in the types of gradient and copy, in alignment, and in having moments.
     """
 
-    def __init__(self, slots: list[Slot], parts: list[int]):
-        device, self.parts = slots[0].p.device, parts
+    def __init__(self, slots: list[Slot]):
+        device = slots[0].p.device
         sizes = [slot.p.numel() for slot in slots]
         addresses = [[0 if t is None else t.data_ptr() for t in slot] for slot in slots]
         self.addresses = torch.tensor([[*row, n] for row, n in zip(addresses, sizes, strict=True)]).to(device)
         self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
         kinds: dict[tuple, list[int]] = {}
-        for i in sorted(range(len(slots)), key=lambda i: parts[i]):  # the blocks of a part side by side
+        for i, slot in enumerate(slots):
             aligned = all(number % 16 == 0 for number in (*addresses[i], sizes[i]))
-            kind = slots[i].gradient.dtype, getattr(slots[i].copy, "dtype", None), aligned
+            kind = slot.m is not None, slot.gradient.dtype, getattr(slot.copy, "dtype", None), aligned
             kinds.setdefault(kind, []).append(i)
         self.kinds = []
-        for (gradient, copy, aligned), rows in kinds.items():
-            programs = [Programs(rows, sizes, parts, size, device) for size in (BLOCK, BLOCK * PARTS)]
-            self.kinds.append(({"GRADIENT": TYPES[gradient], "ALIGNED": aligned}, TYPES.get(copy), *programs))
-        self.sums = torch.zeros(sum(len(chunks.table) for *_, chunks in self.kinds), device=device)
+        for (updated, gradient, copy, aligned), rows in kinds.items():
+            blocks, chunks = (programs(rows, sizes, size, device) for size in (BLOCK, BLOCK * PARTS))
+            types = {"GRADIENT": TYPES[gradient], "ALIGNED": aligned}
+            self.kinds.append((types, TYPES.get(copy), blocks if updated else None, chunks))
+        self.sums = torch.zeros(sum(len(chunks) for *_, chunks in self.kinds), device=device)
 
     def send(self, rows: list[Settings], index: list[int]) -> None:
         """Puts the settings of this step on the device, row `index[i]` for slot i, without waiting for it."""
@@ -152,26 +134,21 @@ class Table:
             settings = settings.pin_memory()
         self.settings.copy_(settings, non_blocking=True)
 
-    def update(self, norm: Tensor | None, parts: Collection[int]) -> None:
-        """The update of these parts; with `norm`, gradients are clipped by it."""
+    def update(self, norm: Tensor | None) -> None:
+        """The update; with `norm`, gradients are clipped by it."""
         for types, copy, blocks, _ in self.kinds:
-            for start, count in blocks.of(parts):
-                update_kernel[(count,)](
-                    self.addresses, blocks.table, start, self.settings, norm, CLIP=norm is not None, COPY=copy,
-                    BLOCK=BLOCK, num_warps=WARPS, **types,
+            if blocks is not None:
+                update_kernel[(len(blocks),)](
+                    self.addresses, blocks, self.settings, norm, CLIP=norm is not None, COPY=copy, BLOCK=BLOCK,
+                    num_warps=WARPS, **types,
                 )  # fmt: skip
 
-    def square(self, parts: Collection[int]) -> None:
-        """Sums the squares of the gradients of these parts, piece by piece: the first half of the norm."""
+    def measure(self, norm: Tensor) -> None:
+        """Writes the gradients' joint l2 norm into `norm`, from sums of squares, piece by piece."""
         first = 0
         for types, _, _, chunks in self.kinds:
-            for start, count in chunks.of(parts):
-                squares_kernel[(count,)](
-                    self.addresses, chunks.table, start, self.sums[first:], BLOCK=BLOCK, PARTS=PARTS, num_warps=WARPS,
-                    **types,
-                )  # fmt: skip
-            first += len(chunks.table)
-
-    def join_squares(self, norm: Tensor) -> None:
-        """Writes the gradients' joint l2 norm into `norm`, from the sums of the squares of all parts."""
+            squares_kernel[(len(chunks),)](
+                self.addresses, chunks, self.sums[first:], BLOCK=BLOCK, PARTS=PARTS, num_warps=WARPS, **types
+            )
+            first += len(chunks)
         norm_kernel[(1,)](self.sums, len(self.sums), norm, BLOCK=4096, num_warps=16)

@@ -19,12 +19,11 @@ backward pass takes it.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton import JITFunction
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -516,46 +515,16 @@ def row_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
 
 
-class Launch(NamedTuple):
-    """A launch to repeat with other tensors: to find a kernel and check its arguments takes longer than it does."""
-
-    kernel: Any  # compiled
-    grid: tuple[int, int, int]
-    templates: list[TensorDescriptor | None]
-    """Of the tensors; None for one that is taken as it is."""
-    others: tuple
-
-
-LAUNCHES: dict[tuple, Launch] = {}
-"""By all that a launch depends on but its tensors' addresses."""
-
-
-def launch(key: tuple, tensors: tuple[Tensor, ...], first: Callable[[], tuple[JITFunction, int, tuple, dict]]) -> None:
-    """Launches a kernel whose first arguments are `tensors`, or descriptors of them.
-
-    The first time for this key, `first` gives the kernel, the number of programs, all arguments and the options.
-    """
-    if (known := LAUNCHES.get(key)) is not None:
-        pairs = zip(known.templates, tensors, strict=True)
-        arguments = (x if template is None else based_on(template, x) for template, x in pairs)
-        known.kernel[known.grid](*arguments, *known.others)
-        return
-    kernel, programs, arguments, options = first()
-    compiled = kernel[(programs, 1, 1)](*arguments, **options)
-    templates = [based_on(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments[: len(tensors)]]
-    LAUNCHES[key] = Launch(compiled, (programs, 1, 1), templates, arguments[len(tensors) :])
+LAUNCHES: dict[tuple, tuple[Callable, list[TensorDescriptor], tuple]] = {}
+"""Compiled forward kernels with their grid, descriptors without a tensor and other arguments, by all that these depend
+on: to find a kernel and to check its arguments anew takes longer than it does."""
 
 
 def based_on(template: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
-    """The descriptor of another tensor like the template's, of which everything but the address is checked."""
+    """The descriptor of another tensor like the template's, of which all but the address is checked."""
     made = object.__new__(TensorDescriptor)
     made.__dict__ |= template.__dict__ | {"base": x}
     return made
-
-
-def key_of(*tensors: Tensor) -> tuple:
-    """What of tensors a launch depends on, but for their addresses, which `aligned` or PyTorch has aligned."""
-    return tensors[0].get_device(), tensors[0].dtype, tensors[0].shape, *(x.stride() for x in tensors)
 
 
 class Tiles(NamedTuple):
@@ -611,19 +580,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor) -> tuple
     rows = lse_rows_of(length)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
 
-    def first() -> tuple[JITFunction, int, tuple, dict]:
-        block = block_of(q)
-        m, n, stages, registers, mean, _ = forward_tiles(block, length)
-        arguments = (
-            tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
-            tile_descriptor(out, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
-            LOG2_E.value / math.sqrt(size), m // 64, n, block, depth_of(size, block), stages, causal, registers,
-            PRODUCER_REGISTERS,
-        )  # fmt: skip
-        options = {"num_warps": 4, "maxnreg": mean}
-        return attention_forward_kernel, triton.cdiv(length, m) * batch * heads, arguments, options
-
-    launch(("forward", causal, *key_of(q, k, v, out)), (q, k, v, out, lse), first)
+    key = (q.get_device(), q.dtype, causal, q.shape, q.stride(), k.stride(), v.stride(), out.stride())
+    if key in LAUNCHES:
+        run, templates, others = LAUNCHES[key]
+        run(*map(based_on, templates, (q, k, v, out)), lse, *others)
+        return out, lse
+    block = block_of(q)
+    m, n, stages, registers, mean, _ = forward_tiles(block, length)
+    descriptors = [tile_descriptor(x, rows, block) for x, rows in ((q, 64), (k, n), (v, n), (out, 64))]
+    others = (
+        batch * heads, heads, heads_of_group(q, causal), length, rows, LOG2_E.value / math.sqrt(size), m // 64, n,
+        block, depth_of(size, block), stages, causal, registers, PRODUCER_REGISTERS,
+    )  # fmt: skip
+    grid = (triton.cdiv(length, m) * batch * heads, 1, 1)
+    kernel = attention_forward_kernel[grid](*descriptors, lse, *others, num_warps=4, maxnreg=mean)
+    LAUNCHES[key] = kernel[grid], [based_on(descriptor, None) for descriptor in descriptors], others
     return out, lse
 
 
@@ -643,24 +614,17 @@ def backward(
         operand(o), operand(do), delta, operand(sums), counter, heads, length, rows, size, block_of(q), 32
     )
     m, n, stages, registers, mean, buffers = backward_tiles(block)
-
-    def first() -> tuple[JITFunction, int, tuple, dict]:
-        programs = triton.cdiv(length, n) * batch * heads
-        if buffers > 1:
-            programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
-        arguments = (
-            tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
-            tile_descriptor(v, n, block), row_descriptor(rows_of[0], m), row_descriptor(rows_of[1], m),
-            tile_descriptor(sums, m, block // 2), tile_descriptor(dk, n // 2, block),
-            tile_descriptor(dv, n // 2, block), counter, batch * heads, heads,
-            heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
-            depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS,
-        )  # fmt: skip
-        return attention_backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": mean}
-
-    rows_of = lse.flatten(0, 1), delta.flatten(0, 1)
-    key = ("backward", causal, *key_of(q, do, k, v, dk, dv))
-    launch(key, (q, do, k, v, *rows_of, sums, dk, dv, counter), first)
+    programs = triton.cdiv(length, n) * batch * heads
+    if buffers > 1:
+        programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    attention_backward_kernel[(programs,)](
+        tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
+        tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
+        tile_descriptor(sums, m, block // 2), tile_descriptor(dk, n // 2, block),
+        tile_descriptor(dv, n // 2, block), counter, batch * heads, heads,
+        heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
+        depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+    )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         operand(sums), operand(dq), operand(dk), angles or (lse, lse), heads, length, scale, size, block_of(q), 32,
         angles is not None,
