@@ -160,7 +160,7 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram²) x
-    return (x.mT if tall else x).to(matrices.dtype).view_as(matrices)
+    return (x.mT if tall else x).contiguous().to(matrices.dtype).view_as(matrices)
 
 
 def build_optimizer(

@@ -23,11 +23,11 @@ SHAPES = [(64, 4096, True), (128, 256, False)]
 launch = JITFunction.run
 
 
-def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> None:
+def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> dict:
     """In place of a launch: holds what ptxas says of the kernel."""
     made = launch(kernel, *arguments, grid=grid, warmup=True, **options)
     if "backward" not in kernel.__name__ and "forward" not in kernel.__name__:
-        return
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(made.asm["ptx"])
@@ -38,6 +38,7 @@ def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> None:
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= (128 if large else 0), said
     assert "serialized" not in said, "matrix products wait for each other"
     assert made.metadata.shared <= 227 * 1024
+    return {grid: None}  # what is kept of a launch
 
 
 JITFunction.run = compiled

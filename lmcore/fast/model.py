@@ -170,7 +170,7 @@ class FusedTransformer:
 
     @on_its_device
     def refresh(self) -> None:
-        """Copies the parameters into the compute weights, after anything but `FusedAdamW` changed them."""
+        """Copies the parameters into the compute weights, after anything but the step's optimizer changed them."""
         if self.compute_weights:
             torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
 

@@ -10,23 +10,23 @@ from lmcore.optimizer import momentum_buffer, muon_scalars, muon_update, orthogo
 
 
 class Stack:
-    """Matrices of one shape and group; their `scalars` (`muon_scalars`) lie on the device."""
+    """Matrices of one shape of the group with this number; their `scalars` (`muon_scalars`) lie on the device."""
 
-    def __init__(self, group: dict, slots: list[Slot], buffers: list[Tensor]):
-        self.group, self.buffers = group, buffers
+    def __init__(self, number: int, momentum: float, slots: list[Slot], buffers: list[Tensor]):
+        self.number, self.momentum, self.buffers = number, momentum, buffers
         self.matrices, self.gradients = [slot.p for slot in slots], [slot.gradient for slot in slots]
         self.copies = [slot.copy for slot in slots if slot.copy is not None]
         self.scalars = torch.zeros(2, device=buffers[0].device)
 
-    def send(self) -> None:
+    def send(self, group: dict) -> None:
         """Puts the scalars of this step on the device, without waiting for it."""
-        scalars = torch.tensor(muon_scalars(self.group, self.matrices[0].shape))
+        scalars = torch.tensor(muon_scalars(group, self.matrices[0].shape))
         self.scalars.copy_(scalars.pin_memory() if self.scalars.is_cuda else scalars, non_blocking=True)
 
     def update(self, clip: Tensor | float) -> None:
         """`lmcore.optimizer.muon_update` by the gradients times `clip`, and the compute weights."""
         gradients = torch.stack(self.gradients).float() * clip
-        muon_update(self.matrices, gradients, self.buffers, self.group["momentum"], *self.scalars.unbind())
+        muon_update(self.matrices, gradients, self.buffers, self.momentum, *self.scalars.unbind())
         if self.copies:
             torch._foreach_copy_(self.copies, self.matrices)
 
@@ -51,7 +51,7 @@ class FusedMuon(FusedAdamW):
         """See `FusedAdamW.prepare`."""
         super().prepare()
         for stack in self._stacks:
-            stack.send()
+            stack.send(self.param_groups[stack.number])  # loading a state makes new groups
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -70,13 +70,15 @@ class FusedMuon(FusedAdamW):
     def _build(self) -> list[tuple[dict, Tensor, Tensor]]:
         before, found = self._addresses, super()._build()
         if before is not self._addresses:  # another table, so other stacks
-            stacks: dict[tuple, tuple[dict, list[Slot], list[Tensor]]] = {}
+            numbers = {id(group): number for number, group in enumerate(self.param_groups)}
+            stacks: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
             for group, p, gradient in found:
                 if p in self._orthogonal:
-                    _, slots, buffers = stacks.setdefault((id(group), p.shape), (group, [], []))
+                    key = numbers[id(group)], group["momentum"], p.shape
+                    slots, buffers = stacks.setdefault(key, ([], []))
                     slots.append(self._slot(p, gradient))
                     buffers += self._moments_of(p).values()
-            self._stacks = [Stack(*stack) for stack in stacks.values()]
+            self._stacks = [Stack(*key[:2], *stack) for key, stack in stacks.items()]
         return found
 
     def _count(self, p: Tensor) -> int:

@@ -36,7 +36,9 @@ def fused_optimizer(
 
     def make(groups: list[dict], kind: type, **settings: Any) -> Optimizer:
         fused = partial({AdamW: FusedAdamW, Muon: FusedMuon}[kind], max_grad_norm=max_grad_norm)
-        return ShardedOptimizer(groups, fused, owners=owners, **settings) if owners else fused(groups, **settings)
+        if owners is None:
+            return fused(groups, **settings)
+        return ShardedOptimizer(groups, fused, owners=owners, **settings)
 
     return build_optimizer(model, config, make)
 

@@ -13,7 +13,6 @@ from lmcore.config import TrainConfig, replace
 from lmcore.device import autocast, select_device, set_matmul_precision, too_large
 from lmcore.errors import require
 from lmcore.fast.step import FusedStep
-from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -55,10 +54,10 @@ class Workload:
         self.model = TransformerLM(config.model, device=self.device)
         self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
         if config.ops == "fused":
-            reason = unsupported_reason(config.model, config.precision)
-            require(reason is None, f"The fused step does not cover {reason}; measure this case with ops plain.")
             settings = replace(config.optimizer, max_grad_norm=None)
             run = TrainConfig(config.model, settings, batch_size=config.batch_size, precision=config.precision)
+            reason = FusedStep.uncovered(run, 1)
+            require(reason is None, f"The fused step does not cover {reason}; measure this case with ops plain.")
             self.fused = FusedStep.from_config(self.model, run)
         self.optimizer = self.fused.optimizer if self.fused else build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")

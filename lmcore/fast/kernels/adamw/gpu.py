@@ -54,7 +54,7 @@ def update_kernel(
     if CLIP:
         scale = tl.load(scalars + 7) / (tl.load(norm) + 1e-6)
         g *= tl.where(scale > 1.0, 1.0, scale)  # a norm of NaN stays one, which a minimum would drop
-    g = tl.where(gain1 > 0.0, g, 0.0)  # an idle update takes nothing of what is not finite
+    g = tl.where(gain1 > 0.0, g, 0.0)  # an update by NOTHING takes nothing of what is not finite
     m = beta1 * m + gain1 * g
     v = beta2 * v + gain2 * g * g
     p = (p - lr_t * tl.div_rn(m, tl.sqrt_rn(v) + eps)) * keep

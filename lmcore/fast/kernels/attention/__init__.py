@@ -52,7 +52,7 @@ def flash_attention(
     shape = q.shape
     if q.ndim != 4:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(q) is not Tensor:  # a tensor without memory, say
         return forward_op(q, k, v, causal)[0].reshape(shape)
     return FlashAttention.apply(q, k, v, causal).reshape(shape)
 
@@ -69,10 +69,10 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *attention_backward(q, k, v, out, lse, aligned(do), ctx.causal), None
+        backward = backward_op if torch.is_grad_enabled() else attention_backward  # which says that it has no gradient
+        return *backward(q, k, v, out, lse, aligned(do), ctx.causal), None
 
 
 def attention_forward(
