@@ -142,6 +142,8 @@ class TrainConfig:
     log_interval: int = 10
     eval_interval: int = 500
     eval_batch_size: int = 128
+    eval_tokens: int | None = None
+    """The first tokens of the validation text, which an evaluation during the run reads; None: all of it."""
     eval_details: bool = False
     """Whether an evaluation measures next-token accuracy, too."""
     evaluate_on: Literal["valid", "dev"] = "valid"
@@ -169,8 +171,10 @@ class TrainConfig:
     deterministic: bool = False
 
     def __post_init__(self):
-        counts = "batch_size steps log_interval eval_interval eval_batch_size checkpoint_interval keep_checkpoints"
-        check_fields(self, positive=counts, not_negative="z_loss")
+        counts = "batch_size steps log_interval eval_interval eval_batch_size eval_tokens checkpoint_interval"
+        check_fields(self, positive=f"{counts} keep_checkpoints", not_negative="z_loss")
+        fewest, few = self.model.context_length, f"eval_tokens={self.eval_tokens} is less than a window of the model"
+        require(self.eval_tokens is None or self.eval_tokens >= fewest, f"{few}, {fewest} tokens.")
         require_path("data", self.data)
         require_seed(self.seed)
         sharded, ours = self.strategy in ("fsdp", "torch-fsdp2"), self.strategy == "fsdp"

@@ -73,11 +73,13 @@ def score(
 def validation(
     step: Any, tokens: np.ndarray, config: TrainConfig, device: torch.device, ranks: OneRank = ALONE
 ) -> dict[str, Any]:
-    """What a metrics line says of the validation text: the mean loss in nats per token over all its windows.
+    """What a metrics line says of the validation text, or of its first `config.eval_tokens`: the mean loss over all
+    windows, in nats per token.
 
     With `config.eval_details` also the accuracy. `step` is a `PlainStep`, or what is called like one.
     """
     model, batch_size = step.current()[0], config.eval_batch_size
+    tokens = tokens[: None if config.eval_tokens is None else config.eval_tokens + 1]
 
     def measure(inputs: Tensor, targets: Tensor) -> Tensor:
         loss, count = step.evaluation_loss(inputs, targets).cpu().double(), targets.numel()

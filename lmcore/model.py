@@ -21,7 +21,7 @@ from lmcore.functional import at_least_float32, dropout, scaled_dot_product_atte
 
 ATTENTION_KERNELS = {
     "flash": "lmcore.fast.kernels.attention:flash_attention",
-    "sdpa": "lmcore.fast.kernels.sdpa:fused_causal_attention",
+    "sdpa": "lmcore.fast.kernels.attention:sdpa",
 }
 """Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022), by the name in
 `ModelConfig.attention`: module and function, imported when a layer first asks."""

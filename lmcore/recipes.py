@@ -74,6 +74,7 @@ RECIPES: dict[str, TrainConfig] = {
         log_interval=10,
         eval_interval=40,
         eval_batch_size=16,  # what fits into the caches of a CPU
+        eval_tokens=1_000_000,  # of a text of any length
         checkpoint_interval=30,
         keep_checkpoints=4,
     ),
@@ -83,6 +84,8 @@ RECIPES: dict[str, TrainConfig] = {
         batch_size=32,
         steps=400,
         eval_interval=100,
+        eval_batch_size=16,
+        eval_tokens=131_072,
         checkpoint_interval=100,
         keep_checkpoints=4,
     ),

@@ -11,7 +11,6 @@ import pytest
 
 from lmcore.data.downloads import (
     SOURCES,
-    describe_wikitext,
     download,
     download_parquet,
     end_articles,
@@ -124,33 +123,11 @@ def test_a_data_set_of_hugging_face(site, tmp_path):
             download_parquet(name, tmp_path, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "unknown", "is_what"),
-    [
-        (217_646, 800, "WikiText-103's validation text"),
-        (217_646, 5_900, "the validation text in WikiText-2's form, more of it <unk> than in WikiText-103's"),
-        (206_454, 1_000, "another text, as long as 0.20% of WikiText-103's training text"),
-    ],
-)
-def test_a_text_of_wikitext_is_told_by_its_words_and_unknown_ones(tmp_path, words, unknown, is_what):
-    others, odd = divmod(words - 5 - 2 * unknown, 2)  # the heading has five words, each other line two
-    lines = [" \n = A = \n", " <unk> \n" * unknown, "<|endoftext|>\n", " a \n" * others, " a" * odd]
-    (tmp_path / "a.txt").write_text("".join(lines))
-    found = describe_wikitext([tmp_path / "a.txt"])
-    assert (found["words"], found["is"]) == (words, is_what)
-    assert found["unknown"] == pytest.approx(unknown / (3 + unknown + others + odd))
-    (tmp_path / "story.txt").write_text("Once = there =\n was <unk>.\n<|endoftext|>\n")
-    assert describe_wikitext([tmp_path / "story.txt"]) is None
-
-
-@pytest.mark.parametrize(("split", "words", "name"), [("valid", 217_646, "validation"), ("test", 245_569, "test")])
-def test_the_real_texts_have_the_published_words_and_articles(shared_data, split, words, name):
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_the_real_texts_have_the_published_articles(shared_data, split):
     path = shared_data / "wikitext103" / f"{split}.txt"
     if not path.is_file():
         pytest.skip(f"there is no {path}")
-    found = describe_wikitext([path])
-    assert (found["words"], found["is"]) == (words, f"WikiText-103's {name} text")
-    assert 0.007 < found["unknown"] < 0.011
     text = end_articles(path.read_bytes())
     assert text.count(b"<|endoftext|>\n") == 60
     assert text.replace(b"<|endoftext|>\n", b"") == path.read_bytes()

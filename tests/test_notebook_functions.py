@@ -45,6 +45,18 @@ def test_a_step_that_does_not_fit_is_a_row():
     assert time_steps(2, 2, "flat", {}) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "unknown", "said"),
+    [
+        (213_886, 800, "WikiText-103's validation text"),
+        (213_886, 11_600, "WikiText-2's validation text"),
+        (206_454, 800, "another text"),
+    ],
+)
+def test_a_text_of_wikitext_is_told_by_its_words_and_unknown_ones(words, unknown, said):
+    assert function("10_wikitext", "which_text")(words, unknown) == said
+
+
 def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
     config = model_config("smoke", vocab_size=97, context_length=16)
     model = TransformerLM(config)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lmcore.cli import main
-from lmcore.errors import UserError
+from lmcore.errors import EXIT_OUT_OF_MEMORY, UserError
 from lmcore.profiling import energy
 from lmcore.profiling.nsys.nvtx import range_names
 from lmcore.profiling.nsys.profile import summary
@@ -220,3 +220,12 @@ def test_a_step_of_one_s_own_on_a_gpu(tmp_path):
     assert memory["peak_bytes"] == memory["torch_requested_peak_bytes"]
     assert memory["most_by_category"]["gradients"] == memory["before_by_category"]["parameters"] == WEIGHTS
     assert len(memory["timeline"]["seconds"]) > 10
+
+
+def test_a_step_that_does_not_fit_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "too_large.py").write_text("import torch\n\ndef made():\n    return lambda: torch.empty(1 << 58)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "too_large:made"]) == EXIT_OUT_OF_MEMORY
+    said = capsys.readouterr().err
+    assert said.startswith("lmcore: out of memory: ")
+    assert said.count("\n") == 1

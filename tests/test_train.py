@@ -1,6 +1,7 @@
 """Training: what a run leaves behind, that resuming changes nothing, and that both kinds of step lead to one result."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import os
@@ -449,6 +450,17 @@ def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
     found = evaluate(model, data, "dev", config.eval_batch_size)
     assert run.status()["valid_loss"] == pytest.approx(found.loss, rel=1e-6)
     assert lines(run)[-1]["valid_accuracy"] == pytest.approx(found.accuracy)
+
+
+def test_an_evaluation_during_the_run_reads_so_many_tokens(config, run):
+    data, context = open_data(config.data), config.model.context_length
+    config = replace(config, eval_tokens=3 * context)
+    train(config, run)
+    part = dataclasses.replace(data, valid=data.valid[: 3 * context + 1])
+    found = evaluate(load_model(run.last_weights), part, "valid", config.eval_batch_size)
+    assert (found.tokens, found.loss) == (3 * context, pytest.approx(run.status()["valid_loss"], rel=1e-6))
+    with pytest.raises(UserError, match=f"eval_tokens=1 is less than a window of the model, {context} tokens"):
+        replace(config, eval_tokens=1)
 
 
 def test_z_loss_is_part_of_the_objective_and_not_reported(config):

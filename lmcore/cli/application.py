@@ -17,7 +17,7 @@ from tyro.extras import SubcommandApp
 from lmcore.cli import benchmark, chat, data, doctor, exchange, memory, nsys, profile, runs, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
-from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
+from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import stoppable
 
 Command = Callable[..., int]
@@ -111,6 +111,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lmcore", applicati
     except UserError as error:
         print(f"{prog}: {printable(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except (RuntimeError, MemoryError) as error:
+        from lmcore.device import out_of_memory_reason
+
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        print(f"{prog}: out of memory: {reason}", file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
     except OSError as error:
         piped = isinstance(error, BrokenPipeError)  # the reader, such as head, has seen enough
         if not piped and error.errno not in NO_ROOM:

@@ -2,10 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from lmcore.errors import UserError, require, why_not_written
 from lmcore.files import atomic_write, read_json
@@ -33,13 +30,6 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Addresses of the named corpora, by split."""
-
-WIKITEXT_WORDS = {"training": 103_227_021, "validation": 217_646, "test": 245_569}
-"""Words of WikiText-103's texts, with each end of a line as one (Merity et al. 2016). The validation and test texts of
-WikiText-2 are the same articles with as many words, of which several times as many are `<unk>`."""
-
-WIKITEXT_UNKNOWN = 0.02
-"""Share of `<unk>` above which a text is not WikiText-103's, which has 0.4 % (training) to 1.0 % (test)."""
 
 HUB = "hf:"
 """What the name of a data set of Hugging Face begins with here."""
@@ -111,41 +101,11 @@ def wikitext_as_text(paths: list[Path], output: Path) -> Path:
     return output
 
 
-ARTICLE = rb" = [^=\n][^\n]* = \n"
-"""The line with an article's title; within tables and text there are others of this form."""
-
-LAST_LINE = re.compile(rb"\n \n(?=" + ARTICLE + rb" \n)")
-"""The blank line before a title, which stands alone between blank lines."""
+LAST_LINE = re.compile(rb"\n \n(?= = [^=\n][^\n]* = \n \n)")
+"""The blank line before the title of an article, which stands alone between blank lines."""
 
 
 def end_articles(text: bytes) -> bytes:
     """WikiText with a line `<|endoftext|>` behind each article."""
     end = f"{END_OF_TEXT}\n".encode()
     return LAST_LINE.sub(b"\n \n" + end, text) + end
-
-
-def describe_wikitext(paths: Iterable[Path]) -> dict[str, Any] | None:
-    """Words (with ends of lines), share of `<unk>`, and what the text of the files is; None if it is not WikiText's.
-
-    Lines of `<|endoftext|>` do not count. The share is that of the words alone, without ends of lines.
-    """
-    words = lines = unknown = 0
-    for path in paths:
-        chunks = read_text(path)
-        rest = next(chunks, "")
-        if not re.match(ARTICLE, b" " + rest.lstrip()[:1000].encode()):
-            return None
-        for chunk in chain(chunks, [END_OF_TEXT + "\n"]):
-            text, end, rest = (rest + chunk).rpartition("\n")
-            text = (text + end).replace(f"{END_OF_TEXT}\n", "")
-            found = text.split()
-            words, lines, unknown = words + len(found), lines + text.count("\n"), unknown + found.count("<unk>")
-    counted, share = words + lines, unknown / max(words, 1)
-    name = {count: name for name, count in WIKITEXT_WORDS.items()}.get(counted)
-    if name is None:
-        what = f"another text, as long as {counted / WIKITEXT_WORDS['training']:.2%} of WikiText-103's training text"
-    elif share > WIKITEXT_UNKNOWN:
-        what = f"the {name} text in WikiText-2's form, more of it <unk> than in WikiText-103's"
-    else:
-        what = f"WikiText-103's {name} text"
-    return {"words": counted, "unknown": share, "is": what}

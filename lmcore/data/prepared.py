@@ -22,7 +22,6 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
-from lmcore.data.downloads import describe_wikitext
 from lmcore.data.tokenizers import load_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
 from lmcore.files import checksummed, locked, not_a_pipe, read_json, sha256_file, temporary_folder, verified, write_json
@@ -288,9 +287,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         from lmcore.data.grammar import entropy_per_document
 
         return manifest | {"entropy_per_document": entropy_per_document()}
-    files = {"train": corpus.train_files, "valid": corpus.valid_files} if corpus.field == "text" else {}
-    texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
-    return manifest | {"wikitext": texts, "skipped": {path.name: said for path, said in corpus.skipped.items()}}
+    return manifest | {"skipped": {path.name: said for path, said in corpus.skipped.items()}}
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:

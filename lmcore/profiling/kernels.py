@@ -15,11 +15,10 @@ import torch._functorch.config
 from torch import Tensor
 
 from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory, select_device, set_matmul_precision
-from lmcore.fast.kernels.attention import flash_attention
+from lmcore.fast.kernels.attention import flash_attention, sdpa
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients
 from lmcore.fast.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from lmcore.fast.kernels.rope import rope_
-from lmcore.fast.kernels.sdpa import fused_causal_attention
 from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding, causal_mask
@@ -35,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 SMALLEST = 128, 16
 """Context and head size from which `measure_attention_sizes` doubles them."""
 
-ATTENTION = {"plain": None, "sdpa": fused_causal_attention, "flash": flash_attention}
+ATTENTION = {"plain": None, "sdpa": sdpa, "flash": flash_attention}
 """Causal attention of (..., T, K) queries, keys and values by `ModelConfig.attention`; None: the reference."""
 
 

@@ -7,12 +7,13 @@ precision runs the kernels of `hopper` where the chip is one, everything else th
 
 import math
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from lmcore.errors import UserError, require
 from lmcore.fast.kernels import dispatch
@@ -24,6 +25,9 @@ MAX_HEAD_SIZE = 128
 
 ALIGNMENT = 16
 """Bytes of which addresses and strides must be multiples for the Hopper kernels (TMA)."""
+
+sdpa = partial(functional.scaled_dot_product_attention, is_causal=True)
+"""PyTorch's choice of its own kernels for causal attention: FlashAttention in half precision on a GPU."""
 
 
 def flash_attention(
@@ -52,27 +56,28 @@ def flash_attention(
     shape = q.shape
     if q.ndim != 4:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    if torch.compiler.is_compiling() or type(q) is not Tensor:  # a tensor without memory, say
-        return forward_op(q, k, v, causal)[0].reshape(shape)
     return FlashAttention.apply(q, k, v, causal).reshape(shape)
 
 
 class FlashAttention(torch.autograd.Function):
-    """`attention_forward` and `attention_backward` for autograd: an operator's call takes ten times as long."""
+    """`attention_forward` and `attention_backward` for autograd; as operators, whose calls take ten times as long,
+    under `torch.compile` and for tensors without memory."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        out, lse = attention_forward(q, k, v, causal)
-        ctx.causal = causal
+        ctx.causal, ctx.whole = causal, torch.compiler.is_compiling() or type(q) is not Tensor
+        if not ctx.whole:
+            q, k, v = aligned(q), aligned(k), aligned(v)
+        out, lse = (forward_op if ctx.whole else attention_forward)(q, k, v, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        backward = backward_op if torch.is_grad_enabled() else attention_backward  # which says that it has no gradient
-        return *backward(q, k, v, out, lse, aligned(do), ctx.causal), None
+        if ctx.whole or torch.is_grad_enabled():  # the operator says that it has no gradient of its own
+            return *backward_op(q, k, v, out, lse, do, ctx.causal), None
+        return *attention_backward(q, k, v, out, lse, aligned(do), ctx.causal), None
 
 
 def attention_forward(
@@ -189,16 +194,3 @@ def aligned(x: Tensor) -> Tensor:
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     fits = x.stride(-1) == 1 and x.data_ptr() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal = inputs
-    ctx.set_materialize_grads(False)  # of the log-sum-exp there is none
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def backward_of_forward(ctx, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *backward_op(*ctx.saved_tensors, do, ctx.causal), None
-
-
-forward_op.register_autograd(backward_of_forward, setup_context=save_for_backward)
