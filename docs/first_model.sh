@@ -42,5 +42,7 @@ END
 printf '%s\n' 'The file `reload.py`:' '' '```python' "$(cat reload.py)" '```' ''
 step 'python reload.py' 4
 step 'lmcore generate runs/mine --prompt "Once upon a time" --temperature 0 --max-new-tokens 40' 4
-step 'lmcore runs runs' 3
-echo "All of it took $(((SECONDS - START) / 60)) minutes and $(((SECONDS - START) % 60)) seconds."
+printf 'All of it took %s minutes and %s seconds.\n\n' "$(((SECONDS - START) / 60))" "$(((SECONDS - START) % 60))"
+printf 'The whole preset, which trains twice as long:\n\n'
+step "lmcore train --data $(printf %q "$TEXTS") --preset laptop --run runs/whole" 3
+step 'lmcore runs runs' 4
