@@ -11,14 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy
-from lmcore.optimizer import AdamW
+from lmcore.fast.muon import FusedMuon
+from lmcore.optimizer import AdamW, Muon
 from lmcore.profiling import kernels
 
 CHECKED_COLUMNS = 64
 """Gradients of so many features are compared."""
 BYTES_PER_PARAMETER = 28
 """Parameter, gradient and both moments are read, all but the gradient are written; 4 bytes each."""
-OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIMIZER = {"lr": 1e-4, "weight_decay": 0.1}
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 ATTENTION = {"plain": "plain", "SDPA": "sdpa", "lmcore flash": "flash"}
 """Attention of the library, by contestant."""
@@ -33,7 +34,7 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     kernel = kernel if both else kernel.forward
 
     def build(name: str) -> Contestant:
-        return Contestant(partial(kernel.run, attention_by(name, s["context_length"], device, conditions)))
+        return Contestant(partial(kernel.run, attention_by(name, device)))
 
     builders, reference = {name: partial(build, name) for name in s["contestants"]}, None
     if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
@@ -44,7 +45,7 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     return timed_rows(case, conditions, builders, *rates, reference=reference, **options)
 
 
-def attention_by(name: str, length: int, device: torch.device, conditions: Conditions) -> Callable[..., Tensor] | None:
+def attention_by(name: str, device: torch.device) -> Callable[..., Tensor] | None:
     """A contestant's causal attention; None: the reference. Raises `Absent` for one that this device does not have."""
     if name in ATTENTION:
         return kernels.ATTENTION[ATTENTION[name]]
@@ -52,10 +53,13 @@ def attention_by(name: str, length: int, device: torch.device, conditions: Condi
         raise Absent(f"{name} is measured on a GPU.")
     if name in BACKENDS:
         return sdpa_kernel(BACKENDS[name])(partial(F.scaled_dot_product_attention, is_causal=True))
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from flash_attn.cute import flash_attn_func  # FlashAttention-4, whose tensors are (B, T, H, K)
 
-    mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length, device=str(device))
-    return partial(conditions.compiled(flex_attention), block_mask=mask)
+    def by_position(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return by_position
 
 
 def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
@@ -74,34 +78,77 @@ def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
     reference = kernel.run(convert=lambda x: x.float() if x.is_floating_point() else x)
     options = {"reference": [part(result).clone() for result in reference], "part": part}
     del reference
-    losses = {"eager": eager, "torch.compile": conditions.compiled(eager), OURS: linear_cross_entropy}
-    builders = {name: partial(Contestant, partial(kernel.run, function)) for name, function in losses.items()}
+
+    def liger() -> Callable[..., Tensor]:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        found = LigerFusedLinearCrossEntropyLoss()
+        return lambda x, weight, targets: found(weight, x, targets)
+
+    def cut() -> Callable[..., Tensor]:
+        from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+        return cut_cross_entropy
+
+    losses = {"eager": lambda: eager, "torch.compile": lambda: conditions.compiled(eager), "Liger": liger}
+    losses |= {"Cut Cross-Entropy": cut, OURS: lambda: linear_cross_entropy}
+    builders = {name: lambda make=make: Contestant(partial(kernel.run, make())) for name, make in losses.items()}
     flops = 6 * s["rows"] * s["d_model"] * s["vocab_size"]
     ideal = flops / conditions.peak_rates["bf16_flops_per_second"]
     return timed_rows(case, conditions, builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", **options)
 
 
+def shapes_of(case: BenchmarkCase) -> list[tuple[int, ...]]:
+    """Matrices of a model's blocks."""
+    d, f, blocks = (case.settings[name] for name in ("d_model", "d_ff", "blocks"))
+    return [(d, d)] * 4 * blocks + [(f, d)] * 3 * blocks
+
+
+def updates(
+    device: str, optimizer: Callable, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> Contestant:
+    """An optimizer of parameters of these shapes; what is compared is by how much three updates change the first."""
+    torch.manual_seed(0)  # the first are the same whatever follows
+    parameters = []
+    for shape in shapes:
+        parameters.append(nn.Parameter(torch.randn(shape, device=device).to(dtype)))
+        parameters[-1].grad = (torch.randn(shape, device=device) / 100).to(dtype)
+    before, step = parameters[0].detach().double().clone(), optimizer(parameters).step
+    for _ in range(3):
+        step()
+    return Contestant(step, results=[parameters[0].detach().double() - before])
+
+
+def muon(case: BenchmarkCase, conditions: Conditions) -> Rows:
+    """Muon updates, as large as AdamW's, of the float32 matrices of a model's blocks, without clipping.
+
+    They run back to back, launches included: PyTorch's has more of them than can wait for a GPU.
+    """
+    settings, shapes = OPTIMIZER | {"momentum": 0.95}, shapes_of(case)
+
+    def theirs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **settings)
+
+    def plain(parameters: list[nn.Parameter], kind: type[AdamW] = Muon) -> torch.optim.Optimizer:
+        return kind([{"params": parameters, "orthogonalize": True}], **settings)
+
+    kinds = {"torch.optim.Muon": theirs, "lmcore plain": plain, OURS: partial(plain, kind=FusedMuon)}
+    update = partial(updates, conditions.device)
+    builders = {name: partial(update, kind, shapes) for name, kind in kinds.items()}
+    amount = sum(map(torch.Size.numel, map(torch.Size, shapes))) / 1e6
+    reference = update(plain, shapes[:1], torch.float64).results
+    rates = (amount, "million parameters/s", None, "")
+    return timed_rows(case, conditions, builders, *rates, alone=False, reference=reference)
+
+
 def adamw(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """One AdamW update of many float32 parameters, clipping left out. The shapes are those of a model's blocks."""
-    s = case.settings
-    d, f, blocks = s["d_model"], s["d_ff"], s["blocks"]
-    shapes = [(d, d)] * 4 * blocks + [(f, d)] * 3 * blocks + [(d,)] * 2 * blocks
-
-    def build(optimizer: Callable, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Contestant:
-        """What is compared is by how much three updates change the first parameter."""
-        torch.manual_seed(0)  # the first are the same whatever follows
-        parameters = []
-        for shape in shapes:
-            parameters.append(nn.Parameter(torch.randn(shape, device=conditions.device).to(dtype)))
-            parameters[-1].grad = (torch.randn(shape, device=conditions.device) / 100).to(dtype)
-        before, step = parameters[0].detach().double().clone(), optimizer(parameters, **OPTIMIZER).step
-        for _ in range(3):
-            step()
-        return Contestant(step, results=[parameters[0].detach().double() - before])
-
-    theirs = partial(torch.optim.AdamW, fused=True)
-    builders = {"torch fused": partial(build, theirs, shapes), OURS: partial(build, FusedAdamW, shapes)}
-    reference = build(AdamW, shapes[:1], torch.float64).results
+    shapes = shapes_of(case) + [(case.settings["d_model"],)] * 2 * case.settings["blocks"]
+    update = partial(updates, conditions.device)
+    theirs, settings = partial(torch.optim.AdamW, fused=True), OPTIMIZER | {"betas": (0.9, 0.95), "eps": 1e-8}
+    kinds = {"torch fused": theirs, OURS: FusedAdamW}
+    builders = {name: partial(update, partial(kind, **settings), shapes) for name, kind in kinds.items()}
+    reference = update(partial(AdamW, **settings), shapes[:1], torch.float64).results
     moved = BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes)))
     ideal = moved / conditions.peak_rates["copy_bytes_per_second"]
     return timed_rows(case, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)

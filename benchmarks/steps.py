@@ -18,6 +18,7 @@ from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.plausible import refusal
+from lmcore.recipes import recipe
 from lmcore.train import training_step
 
 COMPARED_STEPS = 4
@@ -87,7 +88,7 @@ class Bench:
     @torch.no_grad()
     def reference(self) -> Tensor:
         """Loss of the batch in float32, from the plain model, sequence by sequence."""
-        model = self.model(replace(self.config, model__attention="sdpa"))
+        model = self.model(replace(self.config, model__attention="sdpa")).eval()
         pairs = zip(*(tokens.split(1) for tokens in self.batch), strict=True)
         return torch.stack([cross_entropy(model(x), y) for x, y in pairs]).mean()
 
@@ -154,13 +155,19 @@ def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """
     s, device = case.settings, torch.device(conditions.device)
     torch.set_float32_matmul_precision("high")
-    model = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
-    optimizer = OptimizerConfig(learning_rate=1e-4)
-    config = TrainConfig(model, optimizer, batch_size=s["batch_size"], precision=s["precision"])
+    if "recipe" in s:
+        small = {"model": model_config("smoke"), "batch_size": 2, "precision": "fp32"} if conditions.toy else {}
+        config = replace(
+            recipe(s["recipe"], "random", s["vocab_size"]), ops="plain", compile=not conditions.toy, **small
+        )
+    else:
+        model = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
+        optimizer = OptimizerConfig(learning_rate=1e-4)
+        config = TrainConfig(model, optimizer, batch_size=s["batch_size"], precision=s["precision"])
     bench = Bench(config, device, conditions.toy)
     builders = {name: partial(bench.build, name) for name in s["contestants"]}
-    peak = peak_flops(device_name(device), s["precision"])
-    ideal = None if peak is None else training_flops(model, config.batch_size) / peak
+    peak = peak_flops(device_name(device), config.precision)
+    ideal = None if peak is None else training_flops(config.model, config.batch_size) / peak
     rates = (config.tokens_per_step, "tok/s", ideal, "peak of the data sheet")
     rows = timed_rows(case, conditions, builders, *rates, alone=False, reference=[bench.reference()])
     for number, row in enumerate(rows):

@@ -155,12 +155,13 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     x = (matrices.bfloat16() if matrices.is_cuda else matrices).reshape(-1, *matrices.shape[-2:])
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the smaller Gram matrix
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram²) x
-    return (x.mT if tall else x).contiguous().to(matrices.dtype).view_as(matrices)
+        gram = x.mT @ x if tall else x @ x.mT  # the smaller one
+        factor = torch.baddbmm(gram, gram, gram, beta=0, alpha=c).add_(gram, alpha=b)  # with a beta it copies `gram`
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = x @ factor if tall else factor @ x  # (a + b gram + c gram²) x
+    return x.to(matrices.dtype).view_as(matrices)
 
 
 def build_optimizer(

@@ -6,6 +6,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,14 +20,7 @@ from lmcore.checkpoint import SHARDED, read_checkpoint, save_checkpoint, save_we
 from lmcore.config import TrainConfig, named, replace, to_dict
 from lmcore.data import PreparedData, open_data
 from lmcore.data.batches import part_of_batch, prefetched, require_context
-from lmcore.device import (
-    out_of_memory_reason,
-    reproducible,
-    reset_peak_memory,
-    rng_state,
-    set_rng_state,
-    too_large,
-)
+from lmcore.device import out_of_memory_reason, reproducible, reset_peak_memory, rng_state, set_rng_state, too_large
 from lmcore.errors import NO_ROOM, OutOfMemory, UserError, require
 from lmcore.evaluate import validation
 from lmcore.files import remove
@@ -168,6 +162,7 @@ class Trainer:
         if reason is not None and ranks.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.state, self.saved_step = State(), 0
+        self.write_best: list[Callable[[], Any]] = []  # what the next `save` does first, if there is something
         self.metrics = AsyncMetrics(ranks.mean, skips=self.update.scaler.is_enabled())
         self.meter = Meter(config, device, ranks.size)
         self.waits = device.type != "cuda"  # only a GPU computes on while the host reads a loss
@@ -249,13 +244,16 @@ class Trainer:
         state.valid_loss = found["valid_loss"]
         if state.valid_loss < state.best_valid_loss:
             state.best_valid_loss, state.best_step = state.valid_loss, state.step
-            self._save_weights(self.run.best_weights, step=state.step, valid_loss=state.best_valid_loss)
-        reset_peak_memory(self.device)  # the peak in the lines is that of training steps alone
+            self.write_best = [self._copied_weights(self.run.best_weights, valid_loss=state.best_valid_loss)]
+        if self.device.type == "cuda":  # the peak in the lines is that of training steps alone
+            torch.cuda.reset_peak_memory_stats(self.device)
         return found
 
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         config, ranks, strategy, optimizer = self.config, self.ranks, self.update.strategy, self.update.current()[1]
+        while self.write_best:
+            self.write_best.pop()()
         self.metrics.start()
         self._collect()
         self._elapsed()
@@ -280,10 +278,13 @@ class Trainer:
             if self.ranks.is_first:
                 remove(path)
 
-    def _save_weights(self, path: Path, **notes: Any) -> None:
-        if self.config.keep_weights:
-            model, weights = self.update.current()[0], self.update.strategy.weights(self.ranks)
-            self.ranks.of_first(lambda: save_weights(model, path, weights, **notes))
+    def _copied_weights(self, path: Path, **notes: Any) -> Callable[[], Any]:
+        """Copies the weights to the first rank's CPU; what it returns writes them there. Every rank calls both."""
+        if not self.config.keep_weights:
+            return lambda: None
+        model, held, step = self.update.current()[0], self.update.strategy.weights(self.ranks), self.state.step
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in held.items() if tensor is not None}
+        return lambda: self.ranks.of_first(lambda: save_weights(model, path, weights, step=step, **notes))
 
     def resume(self) -> State:
         """The state at the newest good checkpoint, with everything put back as it was then; a new one without any."""
@@ -302,8 +303,9 @@ class Trainer:
         if ranks.is_first:
             print(f"{run.name}: resuming from step {state.step}.", flush=True)
         ranks.of_first(lambda: run.cut_metrics(extra["metrics_bytes"]))
-        if state.best_step == state.step:  # a kill may have come before they were written
-            self._save_weights(self.run.best_weights, step=state.step, valid_loss=state.best_valid_loss)
+        if state.best_step == state.step:  # the checkpoint has them, and their own file may be lost
+            self.state = state
+            self.write_best = [self._copied_weights(self.run.best_weights, valid_loss=state.best_valid_loss)]
         return state
 
     def _load(self, content: dict[str, Any], path: Path) -> None:
@@ -353,9 +355,11 @@ class Trainer:
         config, valid_loss = self.config, self.state.valid_loss
         best = self.state.best_valid_loss if math.isfinite(self.state.best_valid_loss) else None
         notes |= {"valid_loss": valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
+        while self.write_best:
+            self.write_best.pop()()
         if state == "complete":
             self.ranks.of_first(self.run.metrics_bytes)  # its lines are on the disk
-            self._save_weights(self.run.last_weights, step=self.state.step)
+            self._copied_weights(self.run.last_weights)()
             self._prune(config.keep_checkpoints if config.keep_weights else 0)
         self.ranks.of_first(lambda: self._note(state, **notes))
         self.ranks.before_exit(lambda end: None)  # what ends the ranks from here on does not change how the run ended

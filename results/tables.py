@@ -144,13 +144,14 @@ def time_and_rate(row: pd.Series) -> str:
 def judged(target: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
     """The target with what was `measured`, and whether it is `reached`; both None where it was not measured.
 
-    `measure` is a column of our row, or "rate over NAME": our rate divided by that contestant's in the same case.
+    `measure` is a column of our row, or "rate over NAME": our rate divided by that contestant's in the same case, or
+    by that of the "best peer".
     """
     rows = rows[rows["row"] == target["row"]]
     ours, (column, _, other) = fastest(rows[rows["ours"]]), target["measure"].partition(" over ")
     value = float("nan") if ours is None else ours[column]
     if other:
-        value /= rows.loc[rows["contestant"] == other, column].astype(float).max()
+        value /= rows.loc[rows["peer"] if other == "best peer" else rows["contestant"] == other, column].max()
     if pd.isna(value):
         return {**target, "measured": None, "reached": None}
     reached = value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
@@ -360,12 +361,16 @@ def speed() -> str:
     rows, targets, found = rows_table(recorded["rows"]), recorded["targets"], []
     for name in dict.fromkeys(target["row"] for target in targets):
         ours, peer = beside_peers(rows[rows["row"] == name])
+        theirs, ratio = "–", "–"
+        if peer is not None:
+            theirs = f"{time_and_rate(peer)} ({peer['contestant']})"
+            ratio = format_significant(peer["median"] / ours["median"])
         found.append(
             {
                 "work": ours["work"],
                 "lmcore": time_and_rate(ours),
-                "best peer": f"{time_and_rate(peer)} ({peer['contestant']})",
-                "times as fast": format_significant(peer["median"] / ours["median"]),
+                "best peer": theirs,
+                "times as fast": ratio,
                 "target": "; ".join(verdict(target, rows) for target in targets if target["row"] == name),
             }
         )

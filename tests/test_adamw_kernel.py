@@ -1,4 +1,4 @@
-"""The fused AdamW, plain and in Triton, against the plain class and the formula in float64."""
+"""The fused AdamW and Muon, plain and in Triton, against the plain class and the formula in float64."""
 
 import copy
 import importlib.util
@@ -10,7 +10,8 @@ from torch import nn
 
 from lmcore.errors import UserError
 from lmcore.fast.kernels.adamw import FusedAdamW
-from lmcore.optimizer import AdamW, gradient_clipping
+from lmcore.fast.muon import FusedMuon
+from lmcore.optimizer import AdamW, Muon, gradient_clipping
 
 SHAPES = [(1,), (5,), (1023,), (2049,), (20, 16), (0, 3)]
 
@@ -220,3 +221,29 @@ def test_what_it_cannot_update_is_refused(device, kernels):
         optimizer.step()
     assert torch.equal(ours[0], before)
     assert not optimizer.state
+
+
+def test_muon_by_kernels_is_the_plain_muon(device, kernels):
+    """Matrices of two shapes and a vector, clipped; the compute weights follow, and warming up does nothing."""
+    shapes = [(7, 5), (5, 33), (7, 5), (3,)]
+    ours, plain = parameters(device, shapes), parameters(device, shapes)
+    groups = [[{"params": ps[:3], "orthogonalize": True}, {"params": ps[3:]}] for ps in (ours, plain)]
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    fused, muon = FusedMuon(groups[0], max_grad_norm=0.5, **settings), Muon(groups[1], **settings)
+    copies = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours}
+    fused.bind({}, copies)
+    for step in range(4):
+        give(step, ours, plain)
+        before = [p.detach().clone() for p in ours]
+        fused.warm_up()
+        assert equal(ours, before)
+        gradient_clipping(plain, 0.5)
+        fused.step()
+        muon.step()
+    assert distance(ours, plain) < (1e-6 if device.type == "cpu" else 1e-3)
+    buffers = [
+        [optimizer.state[p]["momentum_buffer"] for p in ps[:3]] for optimizer, ps in ((fused, ours), (muon, plain))
+    ]
+    assert distance(*buffers) < 1e-6
+    for p, weight in copies.items():  # the interpreter rounds toward zero
+        torch.testing.assert_close(weight.float(), p.detach(), rtol=2**-7, atol=0)

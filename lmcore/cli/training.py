@@ -12,7 +12,7 @@ import tyro
 
 from lmcore.accounting import num_parameters
 from lmcore.cli.output import text_output, utf8_text
-from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, replace
+from lmcore.config import MODEL_SIZES, CorpusConfig, GenerateConfig, TrainConfig, from_dict, model_config, replace
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path
 from lmcore.files import read_json, require_exists
 from lmcore.formatting import format_significant
@@ -23,9 +23,6 @@ GENERATE_DEFAULTS = GenerateConfig()
 
 PRESETS = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
 """What `--preset` names: a recipe, or the defaults with the model of a named size."""
-
-HELD_OUT_BYTES = 1_000_000
-"""Most text that `lmcore train` holds out of texts without a validation file: all of it is read in each evaluation."""
 
 SECONDS_TO_END = 20.0
 """How long a process of several has to end after an error."""
@@ -87,17 +84,14 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 
 def on_prepared(settings: TrainConfig, tokenizer: str | None, field: str, fixed: bool) -> TrainConfig:
     """The settings with a prepared corpus, made here of texts, and with its vocabulary, if theirs is not `fixed`."""
-    from lmcore.data.corpora import CorpusConfig, open_corpus
     from lmcore.data.prepared import is_prepared, prepare, read_manifest
 
     folder, vocab_size = Path(settings.data), settings.model.vocab_size
     if is_prepared(folder):
         require(tokenizer is None, f"{folder} is prepared, with a tokenizer of its own: leave out --tokenizer.")
     else:
-        size = getattr(open_corpus(settings.data, CorpusConfig(field=field)), "size", 0)
-        corpus = CorpusConfig(field=field, valid_fraction=min(0.1, HELD_OUT_BYTES / max(1, size)))
         tokenizer = tokenizer or ("gpt2" if vocab_size == 50_257 else f"bpe:{vocab_size}")
-        folder = prepare(settings.data, tokenizer, config=corpus).folder
+        folder = prepare(settings.data, tokenizer, config=CorpusConfig(field=field)).folder
     vocab_size = vocab_size if fixed else read_manifest(folder)["vocab_size"]
     return replace(settings, data=str(folder), model__vocab_size=vocab_size)
 

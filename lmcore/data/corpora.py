@@ -93,11 +93,6 @@ class TextCorpus:
         for path in self.train_files + self.valid_files:
             next(read_text(path, self.field), None)  # what is missing or no text is refused before anything is made
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk of the training files."""
-        return sum(path.stat().st_size for path in self.train_files)
-
     def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `valid`, streamed from the files.
 

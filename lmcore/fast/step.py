@@ -14,7 +14,6 @@ from lmcore.alone import Alone
 from lmcore.config import OptimizerConfig, TrainConfig
 from lmcore.distributed.ddp import broadcast_state
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
-from lmcore.distributed.strategies import Divided, OurFSDP
 from lmcore.errors import require
 from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.fast.model import FusedTransformer
@@ -52,7 +51,7 @@ class FusedStep:
     With `ranks`, the number of processes of the default group, each takes a part of the batch; gradients are averaged
     while the backward pass continues. With a `ShardedOptimizer` of `FusedAdamW` each gradient goes to its owner alone,
     which sends the updated compute weight back (`sharding.Exchange`); `current` brings the float32 parameters up to
-    date, on all ranks at once. With the strategy `OurFSDP` a rank has its rows of each matrix (`sharding.Shards`).
+    date, on all ranks at once. With a strategy that has `fsdp` a rank has its rows of each matrix (`sharding.Shards`).
 
     Raises `UserError` for a model or a `dtype` that is not covered, an empty batch, and another optimizer.
     """
@@ -71,7 +70,7 @@ class FusedStep:
         strategy: Alone | None = None,
     ):
         require(min(batch_size, context_length) > 0, f"A batch of {batch_size} x {context_length} ids holds none.")
-        divided = isinstance(strategy, OurFSDP)
+        divided = hasattr(strategy, "fsdp")
         self.transformer = FusedTransformer(model, dtype, ranks if divided else 0)
         self.optimizer, self.ranks = optimizer, ranks
         self.strategy = strategy or Alone(model)
@@ -109,11 +108,13 @@ class FusedStep:
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 1) -> "FusedStep":
         """This rank's step of a training run, with the run's optimizer; see `lmcore.step.training_step`."""
-        ranks, strategy = (ranks, Divided(model, config)) if ranks > 1 else (0, None)
-        if ranks and config.strategy == "fsdp":
-            strategy = OurFSDP(model, config)
-        elif ranks:
-            broadcast_state(model)
+        ranks, strategy = ranks if ranks > 1 else 0, None
+        if ranks:
+            from lmcore.distributed.strategies import Divided, OurFSDP  # whose DTensors take seconds to import
+
+            strategy = (OurFSDP if config.strategy == "fsdp" else Divided)(model, config)
+            if config.strategy != "fsdp":
+                broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         owners = owners_by_layer(model, ranks) if ranks and config.strategy == "zero1" else None
         optimizer = fused_optimizer(model, config.optimizer, limit, owners)

@@ -1,4 +1,4 @@
-"""A second stream for work that nothing in the main one waits for: small matmuls then share the GPU."""
+"""Other streams for work that nothing in the main one waits for: small matmuls then share the GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ class SideStream:
     tensor that the other stream still uses: memory freed too early would be given out again.
     """
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device, priority=LOW) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = LOW):
+        self.stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -13,8 +13,9 @@ from lmcore.errors import require
 from lmcore.fast.kernels.dispatch import by_triton
 from lmcore.functional import at_least_float32
 
-CHUNK_BYTES = 540 * 2**20
-"""Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
+CHUNK_BYTES = 800 * 2**20
+"""Memory for the logits of a chunk, or as much as the sum of the weight's gradient takes, if that is more: fewer chunks
+mean fewer passes over the sum."""
 
 CPU_CHUNK_ROWS = 256
 """Most rows of a chunk on a CPU, whose caches keep such logits from one matmul to the next."""
@@ -132,7 +133,7 @@ def _chunks(
         padded[:rows], padded[rows:] = weight, 0
         weight, padded_bytes = padded, padded.nbytes
     x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
-    row_bytes, memory = len(weight) * x.element_size(), CHUNK_BYTES - padded_bytes
+    row_bytes, memory = len(weight) * x.element_size(), max(CHUNK_BYTES, 4 * weight.numel()) - padded_bytes
     if x.device.type == "cpu":
         memory = min(memory, CPU_CHUNK_ROWS * row_bytes)
     size = chunk_rows or default_chunk_rows(n, row_bytes, memory)

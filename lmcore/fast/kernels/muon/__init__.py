@@ -1,0 +1,1 @@
+"""What Muon does to every element, before and after its matmuls."""
