@@ -24,9 +24,10 @@ CUDNN, FLASH, FA4 = "SDPA cuDNN", "SDPA FlashAttention", "FlashAttention-4"
 OURS, OUR_FLASH = FAST_PATH = ("lmcore fused", "lmcore flash")
 """Our own contestants; whatever else of ours takes part is there for comparison."""
 HF_BEST = "HF compiled + CUDA graph"
+PACKED, FLOAT8 = "torch.nn packed, compiled + CUDA graph", "torchao float8, compiled + CUDA graph"
 GENERATE, GRAPH = "HF generate, static cache", "HF static cache, compiled + CUDA graph"
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 1024, 4096, 16384)
 TOKENS = 16384
 """Tokens of an attention call by length: the batch shrinks as the sequences grow."""
 Rows = list[dict[str, Any]]
@@ -189,27 +190,37 @@ def all_cases() -> list[BenchmarkCase]:
     muon = {"d_model": 768, "d_ff": 2048, "blocks": 12, "parameters": 84_934_656}
     return [
         *(attention_case(size, n, mode) for size in (64, 128) for mode in ("forward", "both") for n in LENGTHS),
+        *(BenchmarkCase(f"host-attention-{mode}", "host", f"host time of an eager call of attention, {words}",
+                        "kernel_peers:host", {"mode": mode, "contestants": [CUDNN, FLASH, FA4, OUR_FLASH]})
+          for mode, words in (("forward", "forward"), ("both", "forward + backward"))),
         BenchmarkCase("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw),
         BenchmarkCase("muon", "optimizer", "Muon, 84.9 M fp32 parameters of 12 blocks", "kernel_peers:muon", muon),
         loss_case("loss", 768, 50_257),
         loss_case("loss-8b", 4096, 131_072),
         recipe_case("best-at-budget"),
         recipe_case("ten-minutes"),
-        step_case("tinystories", 32, 256, ("HF eager", HF_BEST, OURS)),
+        step_case("tinystories", 32, 256, ("HF eager", HF_BEST, PACKED, OURS)),
         step_case("tinystories", 256, 256),
         step_case("small", 4, 1024),
         step_case("small", 4, 256),
-        step_case("large", 4, 1024),
-        step_case("2.7b", 4, 256),
+        step_case("large", 4, 1024, (HF_BEST, PACKED, FLOAT8, OURS)),
+        step_case("2.7b", 4, 256, (PACKED, OURS)),  # a third would not fit
+        replace(step_case("2.7b", 4, 256, (FLOAT8, OURS)), row="step-2.7b-4x256-float8",
+                work="2.7b model, 4 × 256, full step, beside float8"),
+        BenchmarkCase("train-handout", "train", "`lmcore train --preset handout`, 5,000 steps, a new process",
+                      "processes:measure", {"steps": 5000, "until": "end"}),
+        BenchmarkCase("train-handout-first", "train", "`lmcore train --preset handout` to the first line of metrics",
+                      "processes:measure", {"steps": 5000, "until": "first line"}),
         *(decode_case(size, batch) for size, batch in (("small", 1), ("2.7b", 1), ("small", 64), ("small", 8))),
         # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
         replace(decode_case("small", 1, (GENERATE,)), row="decode-small-1-generate",
                 work="decode, batch 1, small, Hugging Face's own loop"),
         *(replace(attention_case(64, n, "both", 1, ("plain", "SDPA", OUR_FLASH), unchecked=True), group="memory",
                   row=f"memory-attention-{n}", work=f"memory of attention forward + backward by length: {n:,}")
-          for n in (*LENGTHS[1:], 32768)),
+          for n in (1024, 2048, 4096, 8192, 16384, 32768)),
         *(replace(step_case("small", 4, n, ("lmcore plain", OURS)), group="memory",
-                  row=f"memory-step-{n}", work=f"memory of a full step by length: {n:,}") for n in LENGTHS[:-1]),
+                  row=f"memory-step-{n}", work=f"memory of a full step by length: {n:,}")
+          for n in (512, 1024, 2048, 4096, 8192)),
     ]  # fmt: skip
 
 
@@ -239,7 +250,9 @@ def recipe_case(name: str) -> BenchmarkCase:
     return BenchmarkCase(f"recipe-{name}", "recipe", f"recipe {name}, full step", "steps:measure", settings)
 
 
-def step_case(size: str, batch_size: int, length: int, contestants: tuple[str, ...] = (HF_BEST, OURS)) -> BenchmarkCase:
+def step_case(
+    size: str, batch_size: int, length: int, contestants: tuple[str, ...] = (HF_BEST, PACKED, OURS)
+) -> BenchmarkCase:
     """A full training step; the vocabulary is that of CS336 A2 (section 1.1.2)."""
     settings = {"size": size, "batch_size": batch_size, "context_length": length, "vocab_size": 10_000,
                 "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
@@ -288,11 +301,14 @@ def targets() -> list[dict[str, Any]]:
     rows = [
         *((f"step-{name}", "rate over best peer", least, f"≥ {least} × best peer") for name, least in steps.items()),
         ("step-tinystories-256x256", "share", 0.49, "≥ 49 % MFU"),
+        ("train-handout", "median", 36e3, "≤ 36 s"),
+        ("train-handout-first", "median", 6e3, "≤ 6 s"),
         ("recipe-best-at-budget", "rate", 1.8e6, "≥ 1.8 million tok/s"),
         ("recipe-ten-minutes", "rate", 2.2e6, "≥ 2.2 million tok/s"),
         *attention,
         ("attention-128-16384-both", "rate", 690, "≥ 690 TFLOP/s"),
         ("attention-64-16384-both", "rate", 590, "≥ 590 TFLOP/s"),
+        ("host-attention-forward", "median", 0.06, "≤ 60 µs"),
         ("adamw", "share", 0.93, "≥ 93 % of copy"),
         ("muon", "rate over best peer", 1.0, "≥ best peer"),
         *((row, "rate over best peer", 1.0, "≥ best peer") for row in ("loss", "loss-8b")),

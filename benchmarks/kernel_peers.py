@@ -62,6 +62,30 @@ def attention_by(name: str, device: torch.device) -> Callable[..., Tensor] | Non
     return by_position
 
 
+def host(case: BenchmarkCase, conditions: Conditions) -> Rows:
+    """What an eager call of causal attention, which autograd records, costs on the host: many of so little work that
+    the GPU waits, back to back; with its backward pass if the mode is both."""
+    device, both = torch.device(conditions.device), case.settings["mode"] == "both"
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn_like(inputs[0])
+
+    def build(name: str) -> Contestant:
+        function = attention_by(name, device)
+
+        def call() -> list[Tensor]:
+            out = function(*inputs)
+            return [out.detach(), *(torch.autograd.grad(out, inputs, gradient) if both else ())]
+
+        return Contestant(call)
+
+    builders = {name: partial(build, name) for name in case.settings["contestants"]}
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = F.scaled_dot_product_attention(*exact, is_causal=True)
+    reference = [out.detach(), *(torch.autograd.grad(out, exact, gradient.double()) if both else ())]
+    return timed_rows(case, conditions, builders, 1.0, "calls/s", None, "", alone=False, reference=reference)
+
+
 def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """LM head and cross-entropy forward and backward in bf16. Peak memory is all beyond the inputs: gradients too."""
     s = case.settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, Rows, blank_row, timed_rows
-from peers import hugging_face
+from peers import hugging_face, packed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,14 +25,14 @@ COMPARED_STEPS = 4
 """First steps whose losses are compared."""
 
 LMCORE: dict[str, dict[str, Any]] = {"lmcore plain": {}, OURS: {"ops": "fused"}}
-"""Steps as `lmcore train` takes them: what each changes in the configuration. Others are Hugging Face's; "compiled" and
-"CUDA graph" in their names say how they run."""
+"""Steps as `lmcore train` takes them: what each changes in the configuration. Others are Hugging Face's or of torch.nn;
+"compiled" and "CUDA graph" in their names say how they run."""
 
 
 def peer_step(
     model: nn.Module, logits: Callable, config: TrainConfig, device: torch.device, graph: bool, compiled: str | None
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A step as PyTorch's users write it, from any model's logits, with fused AdamW and clipping by PyTorch; compiled
+    """A step as PyTorch's users write it, from a Llama's logits, with fused AdamW and clipping by PyTorch; compiled
     "as a whole", "by layer" or not at all. Returns loss and gradient norm."""
     parameters, o = list(model.parameters()), config.optimizer
 
@@ -40,7 +40,7 @@ def peer_step(
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     if compiled == "by layer":
-        for layer in model.model.layers:
+        for layer in getattr(model, "model", model).layers:
             layer.compile(dynamic=False)
         criterion = torch.compile(criterion, dynamic=False)
 
@@ -100,7 +100,8 @@ class Bench:
             step, reason = training_step(self.model(config), config)
             require(reason is None, f"The fused step does not cover {reason}.")
         else:
-            theirs = hugging_face(self.model(self.config))
+            source = self.model(self.config)
+            theirs = hugging_face(source) if name.startswith("HF") else packed(source, "float8" in name)
             step = peer_step(*theirs, self.config, self.device, graph, None if self.toy else compiled)
 
         def run() -> Tensor:

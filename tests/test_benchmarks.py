@@ -24,9 +24,8 @@ sys.path[:0] = [str(PROJECT / "benchmarks"), str(PROJECT / "results")]
 import benchmark_cases  # noqa: E402
 import kernel_peers  # noqa: E402
 import parallel  # noqa: E402
-import trees  # noqa: E402
 from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, in_turns, timed_rows  # noqa: E402
-from peers import llama  # noqa: E402
+from peers import llama, packed  # noqa: E402
 from speed import main  # noqa: E402
 from tables import fastest, judged, rows_table  # noqa: E402
 
@@ -118,10 +117,16 @@ def test_hugging_face_has_the_weights_of_our_model():
         torch.testing.assert_close(llama(model)(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
 
 
+def test_the_packed_peer_computes_what_our_model_does():
+    model = TransformerLM(model_config("smoke", vocab_size=64, context_length=16))
+    tokens = torch.randint(64, (2, 9))
+    torch.testing.assert_close(packed(model)[1](tokens), model(tokens), rtol=1e-4, atol=1e-5)
+
+
 def test_speed_measures_checks_and_resumes(tmp_path, capsys, monkeypatch):
     """Two cases in processes of their own, and the rest in this one, which is faster."""
     out = tmp_path / "speed.json"
-    main(out, only=("optimizer", "loss"), device="cpu", toy=True)
+    main(out, only=("adamw", "loss"), device="cpu", toy=True)
     begun = json.loads(out.read_text())
     assert {row["row"] for row in begun["rows"]} == {"adamw", "loss"}
     monkeypatch.setattr("speed.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
@@ -172,11 +177,3 @@ def test_parallel_takes_turns_and_every_way_has_the_same_losses(tmp_path, monkey
     assert explicit[0] > explicit[-1]
     failed, complete = {"outcome": "out of memory"}, {"outcome": "complete", "seconds": 3.0}
     assert parallel.middle([complete, failed]) == failed
-
-
-def test_two_trees_take_turns(tmp_path, capsys):
-    """Each in a process of its own; here both are this one."""
-    trees.main(PROJECT, tmp_path / "trees.json", toy=True, rounds=2)
-    (case,) = json.loads((tmp_path / "trees.json").read_text())["cases"].values()
-    assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
-    assert capsys.readouterr().out.startswith("attention-16-32: old ")

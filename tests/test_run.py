@@ -92,7 +92,8 @@ CHANGES = {
     "eval_details": True, "evaluate_on": "dev", "z_loss": 1e-4, "keep_weights": False,
     "model__d_model": 256, "model__tie_embeddings": True, "optimizer__learning_rate": 0.5, "optimizer__eps": 1e-6,
     "batch_size": 7, "steps": 7, "sampling": "epoch", "seed": 7, "log_interval": 7, "eval_interval": 7,
-    "eval_batch_size": 7, "eval_tokens": 1000, "precision": "bf16", "ops": "fused", "compile": True, "deterministic": True,
+    "eval_batch_size": 7, "eval_tokens": 1000, "precision": "bf16", "ops": "fused", "compile": True,
+    "deterministic": True,
 }  # fmt: skip
 FREE = {
     "data": "elsewhere", "device": "cpu", "keep_checkpoints": 7, "checkpoint_interval": 7,
