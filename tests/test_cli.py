@@ -86,6 +86,7 @@ def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tm
     assert settings(*options) == expected
     medium = model_config("medium", num_layers=2, vocab_size=512)
     assert settings("--preset", "medium", "--model.num-layers", "2", "--model.vocab-size", "512").model == medium
+    assert settings("--model.vocab-size=10000").model == TrainConfig().model  # given, although it is the default
     expected = replace(expected, model__vocab_size=400)
     (tmp_path / "config.json").write_text(json.dumps(to_dict(expected)))
     assert settings(f"--config={tmp_path / 'config.json'}", "--seed", "5") == replace(expected, seed=5)

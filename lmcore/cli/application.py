@@ -33,7 +33,7 @@ Application = Callable[[Sequence[str]], Commands]
 def application(arguments: Sequence[str]) -> Commands:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
-    trained = (training.train_command(base), training.evaluate, training.generate, chat.chat, chat.play)
+    trained = (training.train_command(base, arguments), training.evaluate, training.generate, chat.chat, chat.play)
     trained += (exchange.export, exchange.import_)
     profilers = (benchmark.benchmark, nsys.nsys, memory.memory, profile.profile)
     groups = {

@@ -28,8 +28,8 @@ SECONDS_TO_END = 20.0
 """How long a process of several has to end after an error."""
 
 
-def train_command(base: TrainConfig) -> Callable[..., int]:
-    """The train command, whose options default to `base`."""
+def train_command(base: TrainConfig, arguments: Sequence[str]) -> Callable[..., int]:
+    """The train command, whose options default to `base`; the `arguments` say which of them are given."""
 
     def train(
         run: Path | None = None,
@@ -56,7 +56,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         from lmcore.data.prepared import short_name
 
         run = run or Path("runs", "-".join(filter(None, (short_name(settings.data), preset))))
-        fixed = config is not None or settings.model.vocab_size != base.model.vocab_size
+        words = {word.partition("=")[0].replace("_", "-") for word in arguments}
+        fixed = config is not None or "--model.vocab-size" in words
         settings = on_prepared(settings, tokenizer, field, fixed)
         divided = settings.strategy != "none"
         if divided:  # of a rank that is gone PyTorch's store tells with the addresses of its code
