@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops", "transformers")
+PACKAGES = ("torch", "numpy", "triton", "tiktoken", "gigatoken", "rustbpe", "safetensors", "einops", "transformers")
 KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 COMMAND = "LMCORE_COMMAND"
 """Variable in which a kernel finds what executes its notebook."""

@@ -595,6 +595,29 @@ def official() -> str:
     return markdown(made)
 
 
+def tokenization() -> str:
+    """Rates of tokenizers, and how often as fast they are as the first of the same work."""
+    record = read_json(PROJECT / "results" / "cpu" / "tokenization.json")
+    source, firsts, made = record["provenance"], {}, []
+    for row in record["rows"]:
+        beside = firsts.setdefault(row["work"], row["contestant"])
+        done = row["outcome"] == "complete"
+        shown = {
+            key: format_significant(row[key]) if done else "–" for key in ("mb_per_second", "low", "high", "ratio")
+        }
+        made.append(
+            {
+                "work": row["work"], "contestant": row["contestant"],
+                "MB/s": shown["mb_per_second"] if done else f"{row['outcome']}: {row['reason']}",
+                "lowest to highest": f"{shown['low']} to {shown['high']}" if done else "–",
+                "times as fast": f"{shown['ratio']} ({beside})" if row["contestant"] != beside else "–",
+            }
+        )  # fmt: skip
+    versions = ", ".join(f"{name} {source['packages'].get(name, 'absent')}" for name in TOKENIZERS)
+    return f"{source['cores']} cores, Python {source['python']}; {versions}; `{record['text']}`.\n\n{markdown(made)}"
+
+
+TOKENIZERS = ("tiktoken", "gigatoken", "rustbpe")
 CONTEXT = {"context_length": "context"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -618,7 +641,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed, "behind": behind, "parallel": parallel},
+    "benchmarks/README.md": {"speed": speed, "behind": behind, "tokenization": tokenization, "parallel": parallel},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,

@@ -15,6 +15,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.profiling.timing import Timer
+from lmcore.tokenizer import Tokenizer, train_bpe
 
 PROJECT = Path(__file__).parents[1]
 RECORD = PROJECT / "results" / "h200" / "speed.json"
@@ -24,6 +25,7 @@ sys.path[:0] = [str(PROJECT / "benchmarks"), str(PROJECT / "results")]
 import benchmark_cases  # noqa: E402
 import kernel_peers  # noqa: E402
 import parallel  # noqa: E402
+import tokenization  # noqa: E402
 from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, in_turns, timed_rows  # noqa: E402
 from peers import llama, packed  # noqa: E402
 from speed import main  # noqa: E402
@@ -177,3 +179,16 @@ def test_parallel_takes_turns_and_every_way_has_the_same_losses(tmp_path, monkey
     assert explicit[0] > explicit[-1]
     failed, complete = {"outcome": "out of memory"}, {"outcome": "complete", "seconds": 3.0}
     assert parallel.middle([complete, failed]) == failed
+
+
+def test_tokenizers_take_turns_and_absent_ones_are_rows(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"The {number} cats. <|endoftext|>" for number in range(300)))
+    Tokenizer(*train_bpe(text, 280, ["<|endoftext|>"]), ["<|endoftext|>"]).save(tmp_path / "tokenizer")
+    tokenization.main(text, str(tmp_path / "tokenizer"), vocab_size=280, turns=2, out=tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    for row in rows:
+        there = util.find_spec(row["contestant"].split()[0])
+        assert row["outcome"] == ("complete" if there else "absent")
+        assert row["reason"] if not there else row["low"] <= row["mb_per_second"] <= row["high"]
+    assert {row["contestant"] for row in rows} >= {"lmcore", "tiktoken", "gigatoken to lists", "rustbpe"}

@@ -36,7 +36,7 @@ def requirements(distribution: str, *extras: str) -> dict[str, Requirement]:
 def test_constraints_pin_every_dependency_and_the_hooks():
     lines = [re.sub("#.*", "", line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()]
     pins = dict(line.split("==") for line in lines if line)
-    extras = ("dev", "data", "plot", "hf", "gguf", "benchmark", "chat", "wandb", "tensorboard")
+    extras = ("dev", "data", "plot", "hf", "gguf", "benchmark", "chat", "wandb", "tensorboard", "fast-tokenizer")
     wanted = requirements("lmcore", *extras) | requirements("workbook")
     for name in wanted.keys() - {"lmcore"}:
         assert wanted[name].specifier.contains(pins[name]), name
@@ -82,7 +82,7 @@ def test_other_ways_in_have_the_same_pins():
 
 @pytest.mark.parametrize("folder", PROJECTS)
 def test_every_import_is_declared(folder):
-    extras = ("dev", "data", "plot", "chat") if folder == "lmcore" else ()
+    extras = ("dev", "data", "plot", "chat", "fast-tokenizer") if folder == "lmcore" else ()
     known = {folder} | requirements(folder, *extras).keys()
     own = {"tiktoken_ext", "IPython", "__main__"}  # a part of tiktoken; what every notebook's kernel has; this program
     distributions = metadata.packages_distributions()

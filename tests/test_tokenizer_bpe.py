@@ -1,6 +1,8 @@
 """Encoding and decoding against the naive reference and tiktoken; the tokenizer's files."""
 
+import pickle
 import random
+from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
 
@@ -170,6 +172,18 @@ def test_a_trained_tokenizer_equals_its_tiktoken(text):
     assert BRIDGED.tiktoken.encode(text, allowed_special="all") == BRIDGED.encode(text)
     assert BRIDGED.tiktoken.decode(BRIDGED.encode(text)) == text
     assert BRIDGED.encode_documents([text]) == [BRIDGED.tiktoken.encode_ordinary(text)]  # specials read as text
+
+
+@pytest.mark.skipif(find_spec("gigatoken") is None, reason="gigatoken is not installed")
+@given(st.lists(any_text | st.text(), max_size=5))
+@example(["", f"a{END_OF_TEXT}b", " " * 100_000, "a\ud800b", "\ud83d\ude42", "".join(map(chr, range(0x3000)))])
+@settings(deadline=None)
+def test_gigatoken_gives_the_ids_of_tiktoken(tokenizer, documents):
+    fresh = Tokenizer({256 + rank: token for rank, token in enumerate(reversed(BYTES))}, [], [END_OF_TEXT])
+    for each in (tokenizer, BRIDGED, fresh):
+        assert each.encode_documents(documents) == each.tiktoken.encode_ordinary_batch(documents)
+        assert each.gigatoken is not None
+    assert pickle.loads(pickle.dumps(fresh)).encode_documents(documents) == fresh.encode_documents(documents)
 
 
 def test_lone_surrogates_become_replacement_characters(tokenizer):
