@@ -35,7 +35,7 @@ def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
             taken.append(seconds(command, run if settings["until"] == "first line" else None))
     row = blank_row(case, OURS, "complete", None)
     row |= {"median": statistics.median(taken[1:]) * 1e3, "low": min(taken[1:]) * 1e3, "high": max(taken[1:]) * 1e3}
-    return [row | {"repeats": len(taken) - 1, "notes": {"with_cold_caches_seconds": round(taken[0], 3)}}]
+    return [row | {"repeats": len(taken) - 1}]
 
 
 def seconds(command: list[str], run: Path | None) -> float:
@@ -45,9 +45,9 @@ def seconds(command: list[str], run: Path | None) -> float:
     metrics = None if run is None else run / "metrics.jsonl"
     while process.poll() is None and not (metrics is not None and metrics.exists() and metrics.stat().st_size):
         time.sleep(0.01)
-    took = time.perf_counter() - began
-    if metrics is not None and metrics.exists():
+    took, ended = time.perf_counter() - began, process.poll()
+    if metrics is not None and ended is None:
         process.kill()
-    if process.wait() > 0:
-        raise RuntimeError(f"{' '.join(command[1:])} ended with exit code {process.returncode}.")
+    if process.wait() and ended is not None:
+        raise RuntimeError(f"{' '.join(command[1:])} ended with exit code {ended}.")
     return took

@@ -30,7 +30,7 @@ def main(
 
     Args:
         out: the JSON file to write, case by case; what it holds already is kept.
-        only: groups (step, attention, optimizer, loss, decode, memory) or cases by name.
+        only: groups (step, recipe, train, attention, host, optimizer, loss, decode, memory) or cases by name.
         device: auto, cuda, cuda:N, mps or cpu.
         toy: small sizes, nothing compiled: to try the command; its times mean nothing.
     """

@@ -23,7 +23,7 @@ Every command of this page was run, one after the other, by \`docs/first_model.s
 $(du -sbL "$TEXTS" | awk '{printf "%.0f", $1 / 1e6}') MB: $(cd "$TEXTS" && find . -type f -printf '%f ' | sed 's/ $//; s/ /, /g; s/\\(.*\\), /\\1 and /').
 
 END
-step "git clone -q --depth 1 $ADDRESS lmcore && git -C lmcore log --oneline" 1
+step "git clone -q --depth 1 $ADDRESS lmcore && git -C lmcore log -1 --oneline" 1
 cd lmcore
 step 'make install' 0
 export PATH=$PWD/.venv/bin:$PATH

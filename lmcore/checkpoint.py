@@ -103,7 +103,9 @@ def whole(name: str, kind: str = "checkpoint") -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except FileNotFoundError:
-        hint = "" if kind == "checkpoint" else "; a run has its weights from its first evaluation on"
+        hint = (
+            "" if kind == "checkpoint" else "; a run writes its weights with a checkpoint, or a minute after it began"
+        )
         raise UserError(f"There is no {kind} {name}{hint}.") from None
     except BaseException as error:  # a changed byte can make readers stumble over anything; PyTorch's is no Exception
         said = f"it is truncated, damaged or of another kind ({type(error).__name__})"

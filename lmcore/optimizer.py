@@ -158,9 +158,9 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x.mT @ x if tall else x @ x.mT  # the smaller one
-        factor = torch.baddbmm(gram, gram, gram, beta=0, alpha=c).add_(gram, alpha=b)  # with a beta it copies `gram`
-        factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        x = x @ factor if tall else factor @ x  # (a + b gram + c gram²) x
+        # 1 * copies by a kernel: in a CUDA graph a memory copy, as `baddbmm` makes it, has no priority and waits
+        factor = (1 * gram).baddbmm_(gram, gram, beta=b, alpha=c)
+        x = (1 * x).baddbmm_(*((x, factor) if tall else (factor, x)), beta=a)  # a x + (b gram + c gram²) x
     return x.to(matrices.dtype).view_as(matrices)
 
 

@@ -10,14 +10,16 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-PACKAGES = ("torch", "numpy", "triton", "tiktoken", "gigatoken", "rustbpe", "safetensors", "einops", "transformers")
+PACKAGES = (
+    "torch", "numpy", "triton", "tiktoken", "gigatoken", "rustbpe", "safetensors", "einops", "transformers",
+    "flash-attn-4", "liger-kernel", "cut-cross-entropy", "torchao",
+)  # fmt: skip
 KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 COMMAND = "LMCORE_COMMAND"
 """Variable in which a kernel finds what executes its notebook."""
@@ -96,6 +98,13 @@ def shown(word: str) -> str:
     return name + equals + (os.path.relpath(path) if near else f".../{Path(path).name}")
 
 
+def version(package: str) -> str | None:
+    """The version of an installed package; None without it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions, code and command: what a result should carry. "torch" and what follows are PyTorch's own."""
     import torch
@@ -115,6 +124,6 @@ def environment() -> dict[str, Any]:
         "driver": drivers.splitlines()[0].strip() if drivers else None,
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "packages": {package: metadata.version(package) for package in PACKAGES if find_spec(package)},
+        "packages": {package: found for package in PACKAGES if (found := version(package))},
         **git_state(),
     }

@@ -74,7 +74,7 @@ RECIPES: dict[str, TrainConfig] = {
         log_interval=10,
         eval_interval=40,
         eval_batch_size=16,  # what fits into the caches of a CPU
-        eval_tokens=1_000_000,  # of a text of any length
+        eval_tokens=131_072,  # of a text of any length
         checkpoint_interval=30,
         keep_checkpoints=4,
     ),

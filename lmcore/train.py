@@ -6,7 +6,6 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +32,9 @@ from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
+
+SECONDS_BETWEEN_BEST = 60.0
+"""How often the best weights are written at once; else with the next checkpoint, or at the run's end."""
 
 RANKS = "lmcore.distributed.world:joined"
 """Imported only by runs that several processes share."""
@@ -162,7 +164,8 @@ class Trainer:
         if reason is not None and ranks.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.state, self.saved_step = State(), 0
-        self.write_best: list[Callable[[], Any]] = []  # what the next `save` does first, if there is something
+        self.best: dict[str, Any] = {}  # the best weights, as long as they are not written
+        self.best_written = time.perf_counter()
         self.metrics = AsyncMetrics(ranks.mean, skips=self.update.scaler.is_enabled())
         self.meter = Meter(config, device, ranks.size)
         self.waits = device.type != "cuda"  # only a GPU computes on while the host reads a loss
@@ -244,7 +247,8 @@ class Trainer:
         state.valid_loss = found["valid_loss"]
         if state.valid_loss < state.best_valid_loss:
             state.best_valid_loss, state.best_step = state.valid_loss, state.step
-            self.write_best = [self._copied_weights(self.run.best_weights, valid_loss=state.best_valid_loss)]
+            self.best = self._copied_weights()
+            self.ranks.of_first(lambda: self._write_best(SECONDS_BETWEEN_BEST))
         if self.device.type == "cuda":  # the peak in the lines is that of training steps alone
             torch.cuda.reset_peak_memory_stats(self.device)
         return found
@@ -252,8 +256,7 @@ class Trainer:
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         config, ranks, strategy, optimizer = self.config, self.ranks, self.update.strategy, self.update.current()[1]
-        while self.write_best:
-            self.write_best.pop()()
+        ranks.of_first(self._write_best)
         self.metrics.start()
         self._collect()
         self._elapsed()
@@ -278,13 +281,20 @@ class Trainer:
             if self.ranks.is_first:
                 remove(path)
 
-    def _copied_weights(self, path: Path, **notes: Any) -> Callable[[], Any]:
-        """Copies the weights to the first rank's CPU; what it returns writes them there. Every rank calls both."""
+    def _copied_weights(self) -> dict[str, Any]:
+        """The weights on the first rank's CPU, if they are to be kept. Every rank calls it."""
         if not self.config.keep_weights:
-            return lambda: None
-        model, held, step = self.update.current()[0], self.update.strategy.weights(self.ranks), self.state.step
-        weights = {name: tensor.to("cpu", copy=True) for name, tensor in held.items() if tensor is not None}
-        return lambda: self.ranks.of_first(lambda: save_weights(model, path, weights, step=step, **notes))
+            return {}
+        self.update.current()
+        held = self.update.strategy.weights(self.ranks).items()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in held if tensor is not None}
+
+    def _write_best(self, patience: float = 0.0) -> None:
+        """On the first rank: writes the best weights, if they are new and the last time was so many seconds ago."""
+        if self.best and time.perf_counter() - self.best_written >= patience:
+            notes = {"step": self.state.best_step, "valid_loss": self.state.best_valid_loss}
+            save_weights(self.update.strategy.model, self.run.best_weights, self.best, **notes)
+            self.best, self.best_written = {}, time.perf_counter()
 
     def resume(self) -> State:
         """The state at the newest good checkpoint, with everything put back as it was then; a new one without any."""
@@ -304,8 +314,7 @@ class Trainer:
             print(f"{run.name}: resuming from step {state.step}.", flush=True)
         ranks.of_first(lambda: run.cut_metrics(extra["metrics_bytes"]))
         if state.best_step == state.step:  # the checkpoint has them, and their own file may be lost
-            self.state = state
-            self.write_best = [self._copied_weights(self.run.best_weights, valid_loss=state.best_valid_loss)]
+            self.best = self._copied_weights()
         return state
 
     def _load(self, content: dict[str, Any], path: Path) -> None:
@@ -355,13 +364,14 @@ class Trainer:
         config, valid_loss = self.config, self.state.valid_loss
         best = self.state.best_valid_loss if math.isfinite(self.state.best_valid_loss) else None
         notes |= {"valid_loss": valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
-        while self.write_best:
-            self.write_best.pop()()
         if state == "complete":
             self.ranks.of_first(self.run.metrics_bytes)  # its lines are on the disk
-            self._copied_weights(self.run.last_weights)()
+            if config.keep_weights:
+                last, model, step = self._copied_weights(), self.update.strategy.model, self.state.step
+                self.ranks.of_first(lambda: save_weights(model, self.run.last_weights, last, step=step))
             self._prune(config.keep_checkpoints if config.keep_weights else 0)
         self.ranks.of_first(lambda: self._note(state, **notes))
+        self.ranks.of_first(self._write_best)
         self.ranks.before_exit(lambda end: None)  # what ends the ranks from here on does not change how the run ended
         if "reason" in notes and self.ranks.is_first:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
@@ -369,6 +379,8 @@ class Trainer:
 
     def _fail(self, error: Exception | SystemExit, stop: StopEvent) -> None:
         """Notes that an error has ended the run, unless it is a lack of memory, which is a result."""
+        with suppress(Exception):
+            self._write_best()
         if isinstance(error, Exception) and out_of_memory_reason(error) is not None:
             return
         full = error.strerror if isinstance(error, OSError) and error.errno in NO_ROOM else None

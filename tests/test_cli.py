@@ -106,7 +106,7 @@ def test_exit_codes_are_the_numbers_that_scripts_know(trained, embedded_data):
     ("command", "words"),
     [
         ("generate nowhere --prompt \udcff", "not UTF-8"),
-        ("generate tests", "There is no safetensors file tests/checkpoints/best.safetensors; a run has"),
+        ("generate tests", "There is no safetensors file tests/checkpoints/best.safetensors; a run writes"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
         ("train --run r --preset giant", "There is no preset 'giant'; choose one of tinystories, small"),
         ("evaluate no\x1b[2Jwhere", r"There is no file or folder no\x1b[2Jwhere."),

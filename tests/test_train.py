@@ -463,6 +463,26 @@ def test_an_evaluation_during_the_run_reads_so_many_tokens(config, run):
         replace(config, eval_tokens=1)
 
 
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_best_weights_since_the_last_checkpoint_outlast_an_error(config, run, monkeypatch, patience):
+    """They are written at once, if the last time is long ago, else when the run ends, whatever ends it."""
+    monkeypatch.setattr(lmcore.train, "SECONDS_BETWEEN_BEST", patience)
+    config, there, write_line = replace(config, eval_interval=2, checkpoint_interval=100), [], Trainer.write_line
+
+    def fail(self, evaluate=False):
+        write_line(self, evaluate)
+        if self.state.step == 5:
+            there.append(run.best_weights.exists())
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Trainer, "write_line", fail)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        train(config, run)
+    assert there == [patience == 0]
+    assert run.status()["state"] == "failed"
+    assert read_weights(run.best_weights)[1]["step"] in (2, 4)
+
+
 def test_z_loss_is_part_of_the_objective_and_not_reported(config):
     torch.manual_seed(0)
     model, ids = TransformerLM(config.model), torch.randint(300, (2, 4, 16))

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lmcore", applicati
 
         if (reason := out_of_memory_reason(error)) is None:
             raise
-        print(f"{prog}: out of memory: {reason}", file=sys.stderr)
+        print(f"{prog}: out of memory: {printable(reason) or 'of the host'}", file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
     except OSError as error:
         piped = isinstance(error, BrokenPipeError)  # the reader, such as head, has seen enough

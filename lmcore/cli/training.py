@@ -24,6 +24,9 @@ GENERATE_DEFAULTS = GenerateConfig()
 PRESETS = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
 """What `--preset` names: a recipe, or the defaults with the model of a named size."""
 
+EVAL_TOKENS = 2**18
+"""How much of a text that has no validation file is evaluated while a model trains, unless the settings say."""
+
 SECONDS_TO_END = 20.0
 """How long a process of several has to end after an error."""
 
@@ -93,6 +96,9 @@ def on_prepared(settings: TrainConfig, tokenizer: str | None, field: str, fixed:
     else:
         tokenizer = tokenizer or ("gpt2" if vocab_size == 50_257 else f"bpe:{vocab_size}")
         folder = prepare(settings.data, tokenizer, config=CorpusConfig(field=field)).folder
+        source = read_manifest(folder)["request"]["source"]
+        if "train_files" in source and not source["valid_files"] and settings.eval_tokens is None:
+            settings = replace(settings, eval_tokens=max(EVAL_TOKENS, settings.model.context_length))
     vocab_size = vocab_size if fixed else read_manifest(folder)["vocab_size"]
     return replace(settings, data=str(folder), model__vocab_size=vocab_size)
 

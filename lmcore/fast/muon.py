@@ -22,8 +22,8 @@ class Stack:
             from lmcore.fast.kernels.muon.gpu import Matrices
 
             self.table = Matrices(slots)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.directions = torch.zeros(len(slots), *self.shape, device=device, dtype=dtype)
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            self.directions = torch.zeros(len(slots), *self.shape, device=device, dtype=dtype)
         self.scalars = torch.zeros(2, device=device)
         self.stream = SideStream(device, HIGH)
 
@@ -34,8 +34,9 @@ class Stack:
 
     def warm_up(self) -> None:
         """Compiles what `update` launches; changes nothing."""
-        self.scalars.copy_(torch.tensor([1.0, 0.0]))
-        self.update(self.scalars[:1], momentum=1.0)
+        if self.table is not None:
+            self.scalars.copy_(torch.tensor([1.0, 0.0]))
+            self.update(self.scalars[:1], momentum=1.0)
 
     def update(self, clip: Tensor, momentum: float) -> None:
         """`lmcore.optimizer.muon_update` by the gradients times `clip` (1,), and the compute weights."""

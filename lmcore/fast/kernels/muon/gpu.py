@@ -20,6 +20,7 @@ def direction_kernel(
     at = tl.arange(0, BLOCK)
     left = elements_from(table, row, first, ALIGNED)
     g = tl.load(address(table, row, 1, first, GRADIENT, ALIGNED) + at, mask=at < left).to(tl.float32) * tl.load(clip)
+    g = tl.where(momentum < 1.0, g, 0.0)  # a momentum of one takes nothing, also of what is not finite
     m_at = address(table, row, 2, first, tl.float32, ALIGNED) + at
     m = tl.load(m_at, mask=at < left)
     m += (1 - momentum) * (g - m)
