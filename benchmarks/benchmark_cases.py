@@ -209,7 +209,8 @@ def all_cases() -> list[BenchmarkCase]:
                 work="2.7b model, 4 × 256, full step, beside float8"),
         BenchmarkCase("train-handout", "train", "`lmcore train --preset handout`, embedded stories, 5,000 steps",
                       "processes:measure", {"steps": 5000, "until": "end"}),
-        BenchmarkCase("train-handout-first", "train", "`lmcore train --preset handout`, embedded stories, to its first metrics",
+        BenchmarkCase("train-handout-first", "train",
+                      "`lmcore train --preset handout`, embedded stories, to its first metrics",
                       "processes:measure", {"steps": 5000, "until": "first line"}),
         *(decode_case(size, batch) for size, batch in (("small", 1), ("2.7b", 1), ("small", 64), ("small", 8))),
         # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
