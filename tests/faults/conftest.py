@@ -35,9 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tries(request) -> Callable[[int], int]:
-    """Of so many random faults of a kind, how many are tried: all for a report, else a sixth of them."""
+    """Of so many random faults of a kind, how many are tried: all for a report, else a tenth of them."""
     reported = request.config.getoption("--faults-report") is not None
-    return lambda count: count if reported else -(-count // 6)
+    return lambda count: count if reported else -(-count // 10)
 
 
 @pytest.fixture
