@@ -111,15 +111,15 @@ def stop_signals() -> Iterator[StopEvent]:
     with ExitStack() as stack:
         stack.callback(vars(event).update, _raising=event._raising)
         event._raising = False
-        if not _shared:
-            stack.enter_context(_listening(event))
-            _shared.append(event)
-            stack.callback(_shared.clear)
         for number in STOP_SIGNALS:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN or number == signal.SIGINT:  # one is ignored as nohup or job.sh asks for
                 signal.signal(number, event.handle)
                 stack.callback(signal.signal, number, before or signal.SIG_DFL)  # None: not Python's
+        if not _shared:  # last, as its end acknowledges what has come while the handlers are still the event's
+            stack.enter_context(_listening(event))
+            _shared.append(event)
+            stack.callback(_shared.clear)
         yield event
 
 

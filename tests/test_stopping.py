@@ -225,6 +225,18 @@ def test_another_thread_gets_the_event_that_is_there():
         assert entered() is stop
 
 
+def test_a_signal_is_acknowledged_although_the_block_ends_before_the_thread_has_run(capsys):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the thread runs when this one waits for it
+    try:
+        with stop_signals() as stop:
+            os.kill(os.getpid(), USR1)
+    finally:
+        sys.setswitchinterval(interval)
+    assert stop.first == USR1
+    assert capsys.readouterr().err.startswith("lmcore: SIGUSR1: stopping where nothing is lost")
+
+
 SIZES = {"d_model": 8, "num_heads": 2, "d_ff": 8, "context_length": 8}
 
 

@@ -94,7 +94,7 @@ def locate(data: str) -> str:
     require_path("data", data)
     if data in ("embedded", *SOURCES) or data.startswith(HUB):
         return data
-    there = is_prepared(data) or open_corpus(data).size > 0
+    there = is_prepared(data) or any(path.stat().st_size for path in open_corpus(data).train_files)
     require(there, f"The data {data} are empty: there is no text.")
     return str(Path(data).resolve())
 
