@@ -45,6 +45,13 @@ SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]
 """Rows, D, F: sums in registers, and tiles."""
 
 
+def split_scratch(rows, d_model, device):
+    """What `linear_add` takes to split the inputs among programs."""
+    return torch.full((8, rows, d_model), math.nan, device=device), torch.zeros(
+        rows * d_model, device=device, dtype=torch.int32
+    )
+
+
 def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0):
     """The three products against their float64 definitions; `linear_add` adds to ones."""
     tensor = draw(seed, device)
@@ -58,10 +65,12 @@ def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0
         (module.norm_swiglu, silu(gate) * up, (x, matrix), ()),
         (module.linear_add, 1 + hidden.double() @ down.double().T, (hidden, down), (copy,)),
     ):
-        out = torch.ones(expected.shape, device=device)
-        function(*inputs, out, *others)
-        for found in (out, *others):
-            assert error(found, expected) < TOLERANCE[dtype]
+        for scratch in ((), split_scratch(rows, d_model, device)) if others else ((),):
+            out = torch.ones(expected.shape, device=device)
+            function(*inputs, out, *others, *scratch)
+            for found in (out, *others):
+                assert error(found, expected) < TOLERANCE[dtype]
+            assert not scratch or not scratch[1].any(), "counts are zero again"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
@@ -94,6 +103,12 @@ def test_products_are_the_same_every_time(gpu, rows):
             again = torch.full_like(first, math.nan)
             function(x, w, again)
             assert torch.equal(first, again)
+    hidden, down, found = tensor(rows, 3072).bfloat16(), tensor(768, 3072).bfloat16(), []
+    scratch = split_scratch(rows, 768, hidden.device)
+    for _ in range(300):
+        found.append(torch.zeros(rows, 768, device="cuda"))
+        gpu.linear_add(hidden, down, found[-1], torch.empty_like(x), *scratch)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 # ---------------------------------------------------------------------------------------------- attention

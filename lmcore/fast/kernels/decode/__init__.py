@@ -72,9 +72,13 @@ def norm_swiglu(
 @by_triton
 def linear_add(
     h: Float[Tensor, "B F"], weight: Float[Tensor, "D F"], x: Float[Tensor, "B D"], copy: Float[Tensor, "B D"],
-    overlap: bool = False,
+    sums: Float[Tensor, "P B D"] | None = None, done: Int[Tensor, " BD"] | None = None, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """x += weight h, and `copy` becomes x."""
+    """x += weight h, and `copy` becomes x.
+
+    With `sums`, which is scratch memory, and `done`, B D zeros, which are zeros again afterwards, the kernel for many
+    rows splits F among up to P programs; their sums are added up in a fixed order.
+    """
     x.add_(h @ weight.T)
     copy.copy_(x)
 

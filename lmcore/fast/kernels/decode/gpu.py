@@ -9,6 +9,8 @@ Shape letters: B rows (sequences), D d_model, H heads, K head size, S slots of t
 M outputs of a matrix, N its inputs.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +20,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmcore.config import GenerateConfig
 from lmcore.fast.kernels.decode import EPS, Sequences
 
-VECTOR_ROWS = 8
+VECTOR_ROWS = 4
 """Up to so many rows the matmuls are sums in registers; above, tiles for the tensor cores."""
+
+MULTIPROCESSORS = 132
+"""Of an H200: what the numbers of programs are chosen for."""
 
 WARP_BYTES = 10 * 1024
 """Of weights that a warp holds: 80 registers a thread, so that a multiprocessor has some 170 KiB on their way."""
 
-BLOCK_ELEMENTS = 16 * 1024
-"""Of the keys, and of the values, that a program holds at once: 64 registers of its 256 threads."""
+WARP_ELEMENTS = 2048
+"""Of the keys, and of the values, that a warp of attention holds at once: 64 registers a thread for each."""
 
 
 def launch_options(device: torch.device, overlap: bool) -> dict[str, bool]:
@@ -97,12 +102,17 @@ def _vector_kernel(
 
 @triton.jit
 def _tile_kernel(
-    x_ptr, w_ptr, out_ptr, copy_ptr, eps, batch, M: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, copy_ptr, eps, sums_ptr, done_ptr, batch, M: tl.constexpr, BATCH: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same for many vectors, BATCH at a time, on the tensor cores."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """The same for many vectors, BATCH at a time, on the tensor cores.
+
+    With SPLITS, programs share the inputs of a tile: each leaves its sums (SPLITS, batch, M), and the last of them to
+    arrive, as counted in `done`, adds all up, always in the same order.
+    """
+    block, split = tl.program_id(0), tl.program_id(2)
+    rows = block * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
     x_rows = x_ptr + b[:, None] * N
     w_rows = w_ptr + rows.to(tl.int64)[None, :] * N
@@ -117,7 +127,7 @@ def _tile_kernel(
             i = start + tl.arange(0, CHUNK)
             x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0).to(tl.float32)
             squares += tl.sum(x * x, 1)
-    for start in tl.range(0, N, CHUNK):
+    for start in tl.range(split * CHUNK, N, SPLITS * CHUNK):
         i = start + tl.arange(0, CHUNK)
         x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0)
         inside = (rows < M)[None, :] & (i < N)[:, None]
@@ -126,18 +136,30 @@ def _tile_kernel(
         if GATED:
             gate = tl.load(w_rows + M * N + i[:, None], mask=inside, other=0.0)
             z = tl.dot(x, gate, z, input_precision="ieee")
-    if NORM:
-        scale = (1.0 / tl.sqrt(squares / N + eps))[:, None]
-        y = y * scale
-        z = z * scale
-    if GATED:
-        y = y / (1.0 + tl.exp(-y)) * z
     at = b[:, None] * M + rows[None, :]
     mask = (b < batch)[:, None] & (rows < M)[None, :]
-    if ADD:
-        y += tl.load(out_ptr + at, mask=mask, other=0.0)
-        tl.store(copy_ptr + at, y, mask=mask)
-    tl.store(out_ptr + at, y, mask=mask)
+    last = True
+    if SPLITS > 1:
+        tl.store(sums_ptr + split * batch * M + at, y, mask=mask)
+        tl.debug_barrier()  # all of the program's sums come before its count
+        counter = done_ptr + tl.program_id(1) * tl.num_programs(0) + block
+        last = tl.atomic_add(counter, 1) == SPLITS - 1
+        if last:
+            tl.store(counter, 0)
+            y = tl.zeros([BATCH, ROWS], tl.float32)
+            for s in tl.static_range(SPLITS):
+                y += tl.load(sums_ptr + s * batch * M + at, mask=mask, other=0.0)
+    if last:
+        if NORM:
+            scale = (1.0 / tl.sqrt(squares / N + eps))[:, None]
+            y = y * scale
+            z = z * scale
+        if GATED:
+            y = y / (1.0 + tl.exp(-y)) * z
+        if ADD:
+            y += tl.load(out_ptr + at, mask=mask, other=0.0)
+            tl.store(copy_ptr + at, y, mask=mask)
+        tl.store(out_ptr + at, y, mask=mask)
 
 
 def _vector_tile(num_outputs: int, num_inputs: int, itemsize: int, matrices: int) -> tuple[int, int, int]:
@@ -153,12 +175,25 @@ def _vector_tile(num_outputs: int, num_inputs: int, itemsize: int, matrices: int
     return rows, warps * 512 // itemsize, warps
 
 
-def _tile(num_outputs: int, batch: int) -> tuple[int, int]:
-    """(rows of the matrix, vectors) of a program: enough programs for every multiprocessor to have one."""
-    rows = 32
-    while rows > 8 and num_outputs // rows < 96:
+def _tile(num_outputs: int, most_splits: int) -> tuple[int, int]:
+    """(rows of the matrix, programs that share them), so that most multiprocessors have a program."""
+    rows = 64
+    while rows > 16 and num_outputs // rows < (MULTIPROCESSORS if rows == 64 else MULTIPROCESSORS // 2):
         rows //= 2
-    return rows, min(64, max(16, triton.next_power_of_2(batch)))
+    if most_splits > 1:  # a few programs with long rows
+        rows = 32
+    splits = 1
+    while 2 * splits <= min(most_splits, MULTIPROCESSORS * rows // num_outputs):
+        splits *= 2
+    return rows, splits
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have."""
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 48 * 1024
+    )
 
 
 def norm_linear(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
@@ -169,32 +204,38 @@ def norm_swiglu(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -
     _linear(x, weight, out, out, overlap, norm=True, gated=True)
 
 
-def linear_add(h: Tensor, weight: Tensor, x: Tensor, copy: Tensor, overlap: bool = False) -> None:
-    _linear(h, weight, x, copy, overlap, add=True)
+def linear_add(
+    h: Tensor, weight: Tensor, x: Tensor, copy: Tensor, sums: Tensor | None = None, done: Tensor | None = None,
+    overlap: bool = False,
+) -> None:  # fmt: skip
+    _linear(h, weight, x, copy, overlap, sums, done, add=True)
 
 
 def _linear(
-    x: Tensor, weight: Tensor, out: Tensor, copy: Tensor, overlap: bool, norm: bool = False, gated: bool = False,
-    add: bool = False,
+    x: Tensor, weight: Tensor, out: Tensor, copy: Tensor, overlap: bool, sums: Tensor | None = None,
+    done: Tensor | None = None, norm: bool = False, gated: bool = False, add: bool = False,
 ) -> None:  # fmt: skip
     """All matmuls of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
     batch, num_outputs = out.shape
-    num_inputs = weight.shape[1]
+    num_inputs, itemsize = weight.shape[1], weight.element_size()
     pointers = (x, weight, out, copy, EPS)
     options = {
         "M": num_outputs, "N": num_inputs, "NORM": norm, "GATED": gated, "ADD": add,
         **launch_options(out.device, overlap),
     }  # fmt: skip
     if batch <= VECTOR_ROWS:
-        rows, chunk, warps = _vector_tile(num_outputs, num_inputs, weight.element_size(), 1 + gated)
+        rows, chunk, warps = _vector_tile(num_outputs, num_inputs, itemsize, 1 + gated)
         grid = (triton.cdiv(num_outputs, rows),)
         _vector_kernel[grid](*pointers, B=batch, ROWS=rows, CHUNK=chunk, num_warps=warps, **options)
         return
-    rows, width = _tile(num_outputs, batch)
-    grid = (triton.cdiv(num_outputs, rows), triton.cdiv(batch, width))
-    chunk = (256 if width == 16 else 128) // weight.element_size() * (1 if gated else 2)
+    rows, splits = _tile(num_outputs, 1 if sums is None else len(sums))
+    width = min(64, max(16, triton.next_power_of_2(batch)))
+    chunk = (128 if width == 64 else 64) * 2 // itemsize
+    stages = _shared_bytes(out.device) // (chunk * (width + rows * (1 + gated)) * itemsize)
+    grid = (triton.cdiv(num_outputs, rows), triton.cdiv(batch, width), splits)
     _tile_kernel[grid](
-        *pointers, batch, BATCH=width, ROWS=rows, CHUNK=chunk, num_warps=4, num_stages=4, **options
+        *pointers, sums, done, batch, BATCH=width, ROWS=rows, CHUNK=chunk, SPLITS=splits, num_warps=4,
+        num_stages=max(1, min(3 if rows == 64 else 5, stages)), **options,
     )  # fmt: skip
 
 
@@ -297,10 +338,13 @@ def attend(
     splits = 1 if parts is None else parts.shape[0]
     width = max(16, triton.next_power_of_2(head_size))
     options = {"HEAD_SIZE": head_size, "WIDTH": width, "SPLITS": splits, **launch_options(qkv.device, overlap)}
-    block = min(BLOCK_ELEMENTS // width, max(16, triton.next_power_of_2(slots)))
+    warps = 8  # fewer where there are more programs, so that each multiprocessor has as many warps
+    while warps > 1 and warps * num_heads * splits * batch > 8 * MULTIPROCESSORS:
+        warps //= 2
+    block = min(warps * WARP_ELEMENTS // width, max(16, triton.next_power_of_2(slots)))
     _attend_kernel[(num_heads, splits, batch)](
         qkv, cos, sin, keys, values, positions, heads if parts is None else parts, heads if lse is None else lse,
-        batch, num_heads, slots, head_size**-0.5, BLOCK=block, num_warps=8, **options,
+        batch, num_heads, slots, head_size**-0.5, BLOCK=block, num_warps=warps, **options,
     )  # fmt: skip
     if parts is not None:
         count = batch * num_heads
