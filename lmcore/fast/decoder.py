@@ -90,7 +90,7 @@ class FusedDecoder:
             self._lse = torch.empty(parts, num_rows, c.num_heads, **wide)
         self._hidden = torch.empty(num_rows, c.d_ff, **narrow)
         self._sums = torch.empty(SPLITS, num_rows, c.d_model, **wide)
-        self._done = torch.zeros(num_rows * c.d_model, device=device, dtype=torch.int32)
+        self._counts = torch.zeros(num_rows * c.d_model, device=device, dtype=torch.int32)
         self._logits = torch.empty(num_rows, c.vocab_size, **wide)
         # rings of the tokens and random numbers of the latest steps
         self.capacity = max(64, num_slots)
@@ -187,9 +187,9 @@ class FusedDecoder:
                 self._qkv, rope.cos, rope.sin, self.keys[index], self.values[index], self._positions,
                 self._heads, self._parts, self._lse, overlap=True,
             )  # fmt: skip
-            ops.linear_add(self._heads, layer.output, x, copy, self._sums, self._done, overlap=True)
+            ops.linear_add(self._heads, layer.output, x, copy, self._sums, self._counts, overlap=True)
             ops.norm_swiglu(copy, layer.gate_up, self._hidden, overlap=True)
-            ops.linear_add(self._hidden, layer.down, x, copy, self._sums, self._done, overlap=True)
+            ops.linear_add(self._hidden, layer.down, x, copy, self._sums, self._counts, overlap=True)
         ops.norm_linear(copy, self._head, self._logits, overlap=True)
         embedding = self.model.token_embeddings.weight
         sequences = ops.Sequences(self._tokens, self._steps, self._positions, embedding, x, copy, self.num_slots)

@@ -72,11 +72,11 @@ def norm_swiglu(
 @by_triton
 def linear_add(
     h: Float[Tensor, "B F"], weight: Float[Tensor, "D F"], x: Float[Tensor, "B D"], copy: Float[Tensor, "B D"],
-    sums: Float[Tensor, "P B D"] | None = None, done: Int[Tensor, " BD"] | None = None, overlap: bool = False,
+    sums: Float[Tensor, "P B D"] | None = None, counts: Int[Tensor, " BD"] | None = None, overlap: bool = False,
 ) -> None:  # fmt: skip
     """x += weight h, and `copy` becomes x.
 
-    With `sums`, which is scratch memory, and `done`, B D zeros, which are zeros again afterwards, the kernel for many
+    With `sums`, which is scratch memory, and `counts`, B D zeros, which are zeros again afterwards, the kernel for many
     rows splits F among up to P programs; their sums are added up in a fixed order.
     """
     x.add_(h @ weight.T)

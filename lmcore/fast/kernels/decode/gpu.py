@@ -102,14 +102,14 @@ def _vector_kernel(
 
 @triton.jit
 def _tile_kernel(
-    x_ptr, w_ptr, out_ptr, copy_ptr, eps, sums_ptr, done_ptr, batch, M: tl.constexpr, BATCH: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, copy_ptr, eps, sums_ptr, counts_ptr, batch, M: tl.constexpr, BATCH: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same for many vectors, BATCH at a time, on the tensor cores.
 
     With SPLITS, programs share the inputs of a tile: each leaves its sums (SPLITS, batch, M), and the last of them to
-    arrive, as counted in `done`, adds all up, always in the same order.
+    arrive, as `counts` say, adds all up, always in the same order.
     """
     block, split = tl.program_id(0), tl.program_id(2)
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -142,7 +142,7 @@ def _tile_kernel(
     if SPLITS > 1:
         tl.store(sums_ptr + split * batch * M + at, y, mask=mask)
         tl.debug_barrier()  # all of the program's sums come before its count
-        counter = done_ptr + tl.program_id(1) * tl.num_programs(0) + block
+        counter = counts_ptr + tl.program_id(1) * tl.num_programs(0) + block
         last = tl.atomic_add(counter, 1) == SPLITS - 1
         if last:
             tl.store(counter, 0)
@@ -191,9 +191,8 @@ def _tile(num_outputs: int, most_splits: int) -> tuple[int, int]:
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
     """Shared memory that a program can have."""
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 48 * 1024
-    )
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if cuda else 48 * 1024
 
 
 def norm_linear(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
@@ -205,15 +204,15 @@ def norm_swiglu(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -
 
 
 def linear_add(
-    h: Tensor, weight: Tensor, x: Tensor, copy: Tensor, sums: Tensor | None = None, done: Tensor | None = None,
+    h: Tensor, weight: Tensor, x: Tensor, copy: Tensor, sums: Tensor | None = None, counts: Tensor | None = None,
     overlap: bool = False,
 ) -> None:  # fmt: skip
-    _linear(h, weight, x, copy, overlap, sums, done, add=True)
+    _linear(h, weight, x, copy, overlap, sums, counts, add=True)
 
 
 def _linear(
     x: Tensor, weight: Tensor, out: Tensor, copy: Tensor, overlap: bool, sums: Tensor | None = None,
-    done: Tensor | None = None, norm: bool = False, gated: bool = False, add: bool = False,
+    counts: Tensor | None = None, norm: bool = False, gated: bool = False, add: bool = False,
 ) -> None:  # fmt: skip
     """All matmuls of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
     batch, num_outputs = out.shape
@@ -234,7 +233,7 @@ def _linear(
     stages = _shared_bytes(out.device) // (chunk * (width + rows * (1 + gated)) * itemsize)
     grid = (triton.cdiv(num_outputs, rows), triton.cdiv(batch, width), splits)
     _tile_kernel[grid](
-        *pointers, sums, done, batch, BATCH=width, ROWS=rows, CHUNK=chunk, SPLITS=splits, num_warps=4,
+        *pointers, sums, counts, batch, BATCH=width, ROWS=rows, CHUNK=chunk, SPLITS=splits, num_warps=4,
         num_stages=max(1, min(3 if rows == 64 else 5, stages)), **options,
     )  # fmt: skip
 
