@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmcore.config import GenerateConfig
 from lmcore.fast.kernels.decode import EPS, Sequences
 
-VECTOR_ROWS = 4
+VECTOR_ROWS = 8
 """Up to so many rows the matmuls are sums in registers; above, tiles for the tensor cores."""
 
 MULTIPROCESSORS = 132
@@ -127,7 +127,8 @@ def _tile_kernel(
             i = start + tl.arange(0, CHUNK)
             x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0).to(tl.float32)
             squares += tl.sum(x * x, 1)
-    for start in tl.range(split * CHUNK, N, SPLITS * CHUNK):
+    LENGTH: tl.constexpr = (N + SPLITS * CHUNK - 1) // (SPLITS * CHUNK) * CHUNK
+    for start in tl.range(split * LENGTH, min(N, (split + 1) * LENGTH), CHUNK):
         i = start + tl.arange(0, CHUNK)
         x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0)
         inside = (rows < M)[None, :] & (i < N)[:, None]
