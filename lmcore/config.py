@@ -134,6 +134,11 @@ class TrainConfig:
     """Folder of a prepared corpus; or a source of `lmcore data prepare`, which the command prepares first."""
     init_from: str | None = None
     """Run folder whose best weights the run begins with, such as an imported model; None: drawn at random."""
+    teacher: str | None = None
+    """Run folder of another model: its best weights predict every next token, and these probabilities are learned
+    beside the tokens themselves (knowledge distillation, Hinton et al. 2015)."""
+    teacher_share: float = 0.6
+    """Weight of the teacher's probabilities in what is learned; the tokens have the rest."""
     batch_size: int = 32
     steps: int = 5000
     sampling: Literal["random", "epoch"] = "random"
@@ -177,6 +182,7 @@ class TrainConfig:
         require(self.eval_tokens is None or self.eval_tokens >= fewest, f"{few}, {fewest} tokens.")
         require_path("data", self.data)
         require_seed(self.seed)
+        require(0 <= self.teacher_share <= 1, f"teacher_share must be from 0 to 1, not {self.teacher_share}.")
         sharded, ours = self.strategy in ("fsdp", "torch-fsdp2"), self.strategy == "fsdp"
         every = self.model.checkpoint_every
         obstacles = {

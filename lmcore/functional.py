@@ -68,6 +68,19 @@ def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
     return (log_normalizer - target_logits).mean()
 
 
+def soft_cross_entropy(
+    logits: Float[Tensor, "... vocab"], teacher_logits: Float[Tensor, "... vocab"]
+) -> Float[Tensor, ""]:
+    """Mean of -sum_v softmax(teacher_logits)[v] log softmax(logits)[v], in nats (Hinton et al. 2015, section 2).
+
+    It is least where both distributions are equal. Half-precision logits are upcast to float32.
+    """
+    logits = at_least_float32(logits)
+    shifted = logits - logits.amax(dim=-1, keepdim=True).detach()
+    expected = (softmax(at_least_float32(teacher_logits), dim=-1) * shifted).sum(dim=-1)
+    return (shifted.exp().sum(dim=-1).log() - expected).mean()
+
+
 def perplexity(mean_loss: float) -> float:
     """exp of a mean cross-entropy in nats (section 4.1, equation 18); infinite where exp overflows."""
     try:

@@ -49,6 +49,14 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
     keep_checkpoints=4,
 )
 
+# With tied embeddings the handout's number of parameters pays for twelve layers. They memorize such a corpus soon, so
+# they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both are meant for ten minutes of
+# one H200, and read the validation text once.
+DEEP = replace(
+    TEN_MINUTES, model__num_layers=12, steps=15_000, eval_interval=15_000, checkpoint_interval=7500, keep_checkpoints=1
+)
+TEACHER = replace(DEEP, model__num_layers=8, steps=5500, eval_interval=5500, checkpoint_interval=5500)
+
 LEADERBOARD = replace(  # CSE599-O A1 section 7.5: OpenWebText, for 1.5 hours on one H100
     HANDOUT,
     model=model_config(
@@ -93,7 +101,10 @@ RECIPES: dict[str, TrainConfig] = {
     "regularized": REGULARIZED,
     "tied": TIED,
     "best-at-budget": BEST_AT_BUDGET,
+    "deep-at-budget": replace(BEST_AT_BUDGET, model__num_layers=12),
     "ten-minutes": TEN_MINUTES,
+    "deep": DEEP,
+    "teacher": TEACHER,
     # 327,680,000 tokens of the whole TinyStories corpus, which is read less than once: nothing to regularize
     "full-corpus": replace(
         BEST_AT_BUDGET, optimizer__weight_decay=0.1, batch_size=64, steps=20_000, eval_interval=1000

@@ -233,17 +233,27 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def require_initial_weights(config: TrainConfig, run: RunFolder) -> None:
-    """Raises `UserError` unless the run that `config.init_from` names is another one, with weights of this model."""
+def require_other_runs(config: TrainConfig, run: RunFolder) -> None:
+    """Raises `UserError` unless the runs that `config` names are others than this one, with weights that fit.
+
+    Those to begin with (`init_from`) are of this model; a teacher has its vocabulary and at least its context.
+    """
     from lmcore.checkpoint import require_same
 
-    if config.init_from is not None:
-        source = RunFolder(config.init_from)
+    here = to_dict(config.model)
+    for setting, named in (("init_from", config.init_from), ("teacher", config.teacher)):
+        if named is None:
+            continue
+        source = RunFolder(named)
         other = source.path.resolve() != run.path.resolve()
-        require(other, f"{run.path} holds the weights to begin with (init_from); train in another run folder.")
-        require(source.best_weights.is_file(), f"There are no weights {source.best_weights}, which init_from names.")
+        require(other, f"{run.path} holds the weights that {setting} names; train in another run folder.")
+        require(source.best_weights.is_file(), f"There are no weights {source.best_weights}, which {setting} names.")
+        there = to_dict(source.config().model)
         free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
-        there, here = to_dict(source.config().model), to_dict(config.model)
+        if setting == "teacher":
+            context, least = there["context_length"], here["context_length"]
+            require(context >= least, f"The teacher {named} has a context of {context} tokens, less than {least}.")
+            free = tuple(name for name in here if name != "vocab_size")
         require_same(there | {name: here[name] for name in free}, here, str(source.path))
 
 

@@ -7,15 +7,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.alone import Alone
+from lmcore.checkpoint import load_model
 from lmcore.config import TrainConfig, named
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.functional import cross_entropy
+from lmcore.functional import cross_entropy, soft_cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import set_learning_rate
 
 STRATEGIES = "lmcore.distributed.strategies:STRATEGIES"
 """How several ranks divide the work, by the name of `TrainConfig.strategy`; one rank is `Alone`."""
+
+
+def teacher_of(config: TrainConfig, device: torch.device) -> TransformerLM | None:
+    """The model whose predictions a run learns, in evaluation mode; None where it has no teacher."""
+    from lmcore.run import RunFolder  # with pandas, which the doctor does without
+
+    return None if config.teacher is None else load_model(RunFolder(config.teacher).best_weights, device)
 
 
 class PlainStep:
@@ -25,6 +33,7 @@ class PlainStep:
         self.model, self.config, self.device = model, config, device
         self.strategy = strategy or Alone(model, config)  # how the ranks divide the work
         self.optimizer = self.strategy.optimizer()
+        self.teacher = teacher_of(config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         if config.compile:
             torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
@@ -42,19 +51,26 @@ class PlainStep:
         recomputes = config.model.checkpoint_every is not None
         return "model.checkpoint_every" if ranks > 1 and config.strategy == "fsdp" and recomputes else None
 
-    def loss(self, inputs: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized; nothing is compiled."""
+    def loss(self, inputs: Tensor, targets: Tensor, learns: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized where the model `learns`;
+        nothing is compiled."""
         with autocast(self.device, self.config.precision):
             logits = self.strategy.module(inputs)
-            loss = cross_entropy(logits, targets)
-        return loss, loss + z_loss * logits.float().logsumexp(-1).square().mean() if z_loss else loss
+            loss = objective = cross_entropy(logits, targets)
+            if learns and self.teacher is not None:
+                with torch.no_grad():
+                    predicted = self.teacher(inputs)
+                objective = torch.lerp(loss, soft_cross_entropy(logits, predicted), self.config.teacher_share)
+        if learns and self.config.z_loss:
+            objective = objective + self.config.z_loss * logits.float().logsumexp(-1).square().mean()
+        return loss, objective
 
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
         """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
         if lr is not None:
             set_learning_rate(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)  # first: old gradients need no room beside activations
-        loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
+        loss, objective = self.loss_function(inputs, targets, learns=True)  # forward
         self.scaler.scale(objective).backward()  # backward
         self.strategy.finish()  # gradients: averages over the ranks
         self.scaler.unscale_(self.optimizer)

@@ -27,7 +27,7 @@ from lmcore.metrics import AsyncMetrics, Diverged, Meter
 from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_initial_weights
+from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_other_runs
 from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
@@ -63,7 +63,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
                         device = ranks.device(config.device)
                         data = open_data(config.data).evaluated_on(config.evaluate_on)
                         check_data(config, data)
-                        require_initial_weights(config, run)
+                        require_other_runs(config, run)
                     same = {"data": data.fingerprint, "the run folder": str(run.path)}
                     ranks.require_same(flatten(to_dict(config)) | same)
                 with ranks.checked():

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcore.functional import cross_entropy, dropout, perplexity, scaled_dot_product_attention, silu, softmax
+from lmcore.functional import (
+    cross_entropy,
+    dropout,
+    perplexity,
+    scaled_dot_product_attention,
+    silu,
+    soft_cross_entropy,
+    softmax,
+)
 
 TOLERANCES = {
     torch.float64: {"atol": 1e-12, "rtol": 1e-12},
@@ -46,11 +54,12 @@ def test_softmax_of_extreme_values(x):
 def test_gradients_are_pytorchs():
     """softmax, silu, attention and cross-entropy, by finite differences in float64 and against autograd of torch."""
     x = randn(3, 6, seed=1, dtype=torch.float64).requires_grad_()
-    targets = torch.tensor([0, 5, 2])
+    targets, taught = torch.tensor([0, 5, 2]), randn(3, 6, seed=3, dtype=torch.float64, scale=5)
     for ours, theirs in [
         (lambda x: softmax(x, -1), lambda x: F.softmax(x, -1)),
         (silu, F.silu),
         (lambda x: cross_entropy(x, targets), lambda x: F.cross_entropy(x, targets)),
+        (lambda x: soft_cross_entropy(x, taught), lambda x: F.cross_entropy(x, taught.softmax(-1))),
         (lambda x: scaled_dot_product_attention(x, x, x), lambda x: F.scaled_dot_product_attention(x, x, x)),
     ]:
         assert torch.autograd.gradcheck(ours, x)

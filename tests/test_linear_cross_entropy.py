@@ -1,5 +1,7 @@
 """The loss by chunks, plain and in Triton, against cross_entropy(x @ weight.T) in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,12 +10,13 @@ from hypothesis import strategies as st
 from lmcore.errors import UserError
 from lmcore.fast.kernels import cross_entropy as module
 from lmcore.fast.kernels.cross_entropy import (
+    Lesson,
     default_chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_gradients,
     linear_cross_entropy_loss,
 )
-from lmcore.functional import cross_entropy
+from lmcore.functional import cross_entropy, soft_cross_entropy
 from lmcore.profiling.kernels import relative_error as error
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -67,6 +70,26 @@ def test_loss_and_gradients_are_those_of_the_definition(device, kernels, dtype, 
     assert torch.equal(given, linear_cross_entropy_gradients(x, weight, targets, vocab, None, chunk_rows)[2])
     if chunk_rows is None:
         assert torch.equal(linear_cross_entropy_loss(x, weight, targets, vocab), ours[0])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n", "vocab", "d", "chunk_rows"), [(1, 67, 16, None), (5, 130, 24, 2)])
+def test_a_teacher_has_its_share_in_the_gradients_alone(device, kernels, dtype, n, vocab, d, chunk_rows):
+    """Its padding counts for nothing either; with no share the gradients are those without a teacher."""
+    x, weight, targets = problem(device, dtype, n, vocab, d)
+    other_x, other, _ = problem(device, dtype, n, vocab, d + 8, seed=1, scale=3.0)
+    wide, wide_weight = (t.double().requires_grad_() for t in (x, weight))
+    logits, taught = wide @ wide_weight.T, other_x.double() @ other.double().T
+    loss = cross_entropy(logits, targets)
+    exact = torch.autograd.grad(0.3 * loss + 0.7 * soft_cross_entropy(logits, taught), (wide, wide_weight))
+    for rows in (0, 61):
+        lesson = Lesson(other_x, padded(other, rows), 0.7)
+        call = partial(linear_cross_entropy_gradients, x, padded(weight, rows), targets, vocab, None, chunk_rows)
+        ours = call(lesson=lesson)
+        assert_near((ours[0], ours[1], ours[2][:vocab]), (loss, *exact), TOLERANCE[dtype])
+        assert not ours[2][vocab:].any()
+        for a, b in zip(call(lesson=lesson._replace(share=0.0)), call(), strict=True):
+            assert torch.equal(a, b)
 
 
 @settings(max_examples=15, deadline=None)

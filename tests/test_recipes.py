@@ -20,6 +20,10 @@ def test_the_handouts_budget_and_model(name):
                                         tie_embeddings=config.model.tie_embeddings)  # fmt: skip
 
 
+def test_twelve_layers_have_at_most_the_handouts_parameters():
+    assert num_parameters(RECIPES["deep"].model) <= num_parameters(RECIPES["handout"].model)
+
+
 def test_a_recipe_takes_data_vocabulary_and_steps():
     config = with_steps(recipe("handout", "somewhere", 400), 50)
     assert (config.data, config.model.vocab_size, config.steps) == ("somewhere", 400, 50)

@@ -88,7 +88,7 @@ def test_begin_keeps_every_start_and_the_first_config_and_removes_leftovers(run)
 
 
 CHANGES = {
-    "init_from": "elsewhere",
+    "init_from": "elsewhere", "teacher": "elsewhere", "teacher_share": 0.1,
     "eval_details": True, "evaluate_on": "dev", "z_loss": 1e-4, "keep_weights": False,
     "model__d_model": 256, "model__tie_embeddings": True, "optimizer__learning_rate": 0.5, "optimizer__eps": 1e-6,
     "batch_size": 7, "steps": 7, "sampling": "epoch", "seed": 7, "log_interval": 7, "eval_interval": 7,

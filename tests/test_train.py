@@ -25,6 +25,7 @@ from lmcore.errors import UserError
 from lmcore.evaluate import evaluate
 from lmcore.fast.step import FusedStep
 from lmcore.files import read_json
+from lmcore.functional import soft_cross_entropy
 from lmcore.metrics import Meter
 from lmcore.model import TransformerLM
 from lmcore.profiling.cases import WorkloadConfig
@@ -332,8 +333,8 @@ def test_run_folder_says_everything_and_a_complete_run_is_not_repeated(config, s
 def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatch, capsys, poison):
     original, calls = PlainStep.loss, []
 
-    def poisoned(self, *batch):
-        loss, objective = original(self, *batch)
+    def poisoned(self, *batch, **options):
+        loss, objective = original(self, *batch, **options)
         calls.append(self.model.training)
         if not (self.model.training and sum(calls) == 8):
             return loss, objective
@@ -483,6 +484,41 @@ def test_best_weights_since_the_last_checkpoint_outlast_an_error(config, run, mo
     assert read_weights(run.best_weights)[1]["step"] in (2, 4)
 
 
+def test_a_teacher_has_its_share_in_what_is_learned(config, run, never_stopped):
+    """Its path counts nowhere else: the loss that is reported, and evaluation, are of the tokens alone."""
+    torch.manual_seed(0)
+    taught = replace(config, teacher=str(never_stopped.path), teacher_share=0.3, model__dropout=0.0)
+    model, ids = TransformerLM(taught.model), torch.randint(300, (2, config.batch_size, config.model.context_length))
+    plain, fused = (training_step(copy.deepcopy(model), replace(taught, ops=ops))[0] for ops in ("plain", "fused"))
+    with torch.no_grad():
+        loss, objective = plain.loss(*ids, learns=True)
+        predicted = load_model(never_stopped.best_weights)(ids[0])
+        soft = soft_cross_entropy(plain.model(ids[0]), predicted)
+    assert objective.item() == pytest.approx(0.7 * loss.item() + 0.3 * soft.item(), rel=1e-5)
+    assert plain.evaluation_loss(*ids) == loss != objective
+    for _ in range(3):
+        for ours, theirs in zip(fused(*ids, 1e-3), plain(*ids, 1e-3), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert train(taught, run).valid_loss != never_stopped.result().valid_loss
+
+
+def test_a_teacher_that_does_not_fit_is_refused(config, run, never_stopped, tmp_path):
+    short = replace(config, model__context_length=config.model.context_length // 2, steps=1)
+    train(short, tmp_path / "short")
+    taught = replace(config, teacher=str(never_stopped.path))
+    for changes, message in (
+        ({"teacher": str(tmp_path)}, "There are no weights"),
+        ({"teacher": str(run.path)}, "train in another run folder"),
+        ({"teacher": str(tmp_path / "short")}, "has a context of"),
+        ({"model__vocab_size": 999}, r"vocab_size \("),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(replace(taught, **changes), run)
+    with pytest.raises(UserError, match="teacher_share must be from 0 to 1"):
+        replace(taught, teacher_share=1.5)
+    assert not run.path.exists()
+
+
 def test_z_loss_is_part_of_the_objective_and_not_reported(config):
     torch.manual_seed(0)
     model, ids = TransformerLM(config.model), torch.randint(300, (2, 4, 16))
@@ -491,7 +527,7 @@ def test_z_loss_is_part_of_the_objective_and_not_reported(config):
         for weight in (0.0, 0.5)
     )
     assert torch.equal(plain(*ids, 1e-3)[0], with_z(*ids, 1e-3)[0])
-    loss, objective = with_z.loss(*ids, 0.5)
+    loss, objective = with_z.loss(*ids, learns=True)
     z = with_z.model(ids[0]).logsumexp(-1)
     assert (objective - loss).item() == pytest.approx(0.5 * z.square().mean().item(), rel=1e-5)
     assert with_z.evaluation_loss(*ids) == loss

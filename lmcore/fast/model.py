@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require
-from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
+from lmcore.fast.kernels.cross_entropy import Lesson, linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.fast.kernels.dispatch import on_device_of
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
@@ -164,6 +164,8 @@ class FusedTransformer:
         self.angles = None if rope is None else (rope.cos, rope.sin)
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device)
+        self.teacher: FusedTransformer | None = None  # whose predictions have this share in what is learned
+        self.teacher_share = 0.0
         self.recomputes = model.config.checkpoint_every is not None
         self.recomputes_elementwise = self.recomputes or bool(ranks)
         self.refresh()
@@ -177,13 +179,17 @@ class FusedTransformer:
     @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of `targets` (B, T) after `inputs` (B, T); nothing is kept for a backward pass."""
+        normed = self._hidden(inputs)
+        return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
+
+    def _hidden(self, inputs: Tensor) -> Tensor:
+        """What the head reads, (N, D), of `inputs` (B, T) without dropout; the head's weights are there afterwards."""
         x, branch = self._embed(inputs), None
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape, 0.0)
-        _, normed, _ = self._norm(-1, x, branch)
         self.fetch(1 + self.config.num_layers, 1)
-        return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
+        return self._norm(-1, x, branch)[1]
 
     @property
     def parts(self) -> dict[nn.Parameter, int]:
@@ -211,11 +217,14 @@ class FusedTransformer:
 
         `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
+        lesson = None
+        if self.teacher is not None:
+            lesson = Lesson(self.teacher._hidden(inputs), self.teacher.weights.head, self.teacher_share)
         groups, x, branch, kept = self._forward_groups(inputs)
         self.fetch(1 + self.config.num_layers, 1)
         x, normed, rstd = self._norm(-1, x, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
-            normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
+            normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head, lesson=lesson
         )
         if not self.config.tie_embeddings:
             with self.side_stream():

@@ -23,6 +23,8 @@ from lmcore.fast.streams import HIGH
 from lmcore.fast.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, Muon, build_optimizer, set_learning_rate
+from lmcore.run import RunFolder
+from lmcore.step import teacher_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 """What the fused step computes in, by precision; its master weights are float32 in any case."""
@@ -95,6 +97,10 @@ class FusedStep:
     @staticmethod
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
         """What of a configuration this step does not cover; None: nothing."""
+        if config.teacher is not None:
+            teacher = RunFolder(config.teacher).config().model
+            if (lacking := unsupported_reason(teacher, config.precision)) is not None:
+                return f"a teacher with {lacking}"
         strategy, optimizer = config.strategy if ranks > 1 else "none", config.optimizer.name
         if config.z_loss:
             return f"z_loss={config.z_loss}"
@@ -120,7 +126,11 @@ class FusedStep:
         optimizer = fused_optimizer(model, config.optimizer, limit, owners)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
-        return cls(model, optimizer, rows, context, dtype, ranks, strategy)
+        step = cls(model, optimizer, rows, context, dtype, ranks, strategy)
+        if (teacher := teacher_of(config, step.transformer.device)) is not None:
+            step.transformer.teacher = FusedTransformer(teacher, dtype)
+            step.transformer.teacher_share = config.teacher_share
+        return step
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:

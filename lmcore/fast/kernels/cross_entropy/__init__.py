@@ -5,6 +5,8 @@ is needed than p - onehot(target), the gradient of the logits. It overwrites the
 of one chunk whatever the batch. The matmuls are PyTorch's; the pass between them is a Triton kernel on CUDA.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,6 +26,14 @@ ALIGNMENT = 16
 """Rows of the weight are padded to a multiple of this, so that rows of logits are aligned in memory: matmuls with
 GPT-2's 50,257 columns run at a seventh of the speed of those with 50,256 or 50,304.
 """
+
+
+class Lesson(NamedTuple):
+    """What a teacher predicts of the same tokens: softmax(x weight^T), with the weight `share` in what is learned."""
+
+    x: Float[Tensor, "N D_teacher"]
+    weight: Float[Tensor, "rows_teacher D_teacher"]
+    share: float
 
 
 def linear_cross_entropy(x: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]) -> Tensor:
@@ -67,15 +77,19 @@ def linear_cross_entropy_gradients(
     num_rows: int | None = None,
     dw: Float[Tensor, "rows D"] | None = None,
     chunk_rows: int | None = None,
+    lesson: Lesson | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dx, dw): the mean cross-entropy and its gradients, outside of autograd; a CUDA graph can capture it.
+
+    With a `lesson` the gradients are those of (1 - share) times the loss plus share times the cross-entropy with the
+    teacher's probabilities (`lmcore.functional.soft_cross_entropy`).
 
     Only the first `num_rows` rows of `weight` are the vocabulary; the rest is padding and gets zero gradients. `dw`,
     of the weight's type, is written if given; it is summed in at least float32. `chunk_rows` is the number of rows of
     `x` at a time.
     """
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    losses, total = _chunks(x, weight, targets, num_rows, dx, dw, chunk_rows)
+    losses, total = _chunks(x, weight, targets, num_rows, dx, dw, chunk_rows, lesson)
     if total is not dw:
         dw = total.to(weight.dtype) if dw is None else dw.copy_(total)
     return losses.mean(), dx, dw
@@ -91,11 +105,13 @@ def linear_cross_entropy_loss(
 
 @by_triton
 def softmax_gradient(
-    logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int, scale: float | None
-) -> None:
+    logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int,
+    scale: float | None, taught: Float[Tensor, "n columns_teacher"] | None = None, share: float = 0.0,
+) -> None:  # fmt: skip
     """Writes each row's cross-entropy into `losses`, and (p - onehot(target)) * scale over the logits.
 
-    Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay.
+    Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay. With
+    the logits of a teacher, `taught`, (1 - share) onehot(target) + share softmax(taught) takes the place of the onehot.
     """
     shifted = at_least_float32(logits[:, :num_rows])
     shifted = shifted - shifted.amax(dim=-1, keepdim=True)
@@ -104,7 +120,9 @@ def softmax_gradient(
     torch.sub(totals.log(), shifted.gather(-1, targets.unsqueeze(-1)), out=losses.unsqueeze(-1))
     if scale is not None:
         gradient = exponentials.mul_(scale / totals)
-        gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale))
+        if taught is not None:
+            gradient.sub_(at_least_float32(taught[:, :num_rows]).softmax(dim=-1), alpha=scale * share)
+        gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale * (1 - share)))
         logits[:, :num_rows] = gradient
         logits[:, num_rows:] = 0
 
@@ -119,7 +137,7 @@ def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
 
 def _chunks(
     x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None = None, dx: Tensor | None = None,
-    dw: Tensor | None = None, chunk_rows: int | None = None,
+    dw: Tensor | None = None, chunk_rows: int | None = None, lesson: Lesson | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(loss of each row, sum of the weight's gradient), chunk after chunk; no gradients without `dx`.
 
@@ -136,9 +154,10 @@ def _chunks(
     row_bytes, memory = len(weight) * x.element_size(), max(CHUNK_BYTES, 4 * weight.numel()) - padded_bytes
     if x.device.type == "cpu":
         memory = min(memory, CPU_CHUNK_ROWS * row_bytes)
-    size = chunk_rows or default_chunk_rows(n, row_bytes, memory)
+    size = chunk_rows or default_chunk_rows(n, row_bytes, memory if lesson is None else memory // 2)
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), len(weight))
+    taught = None if lesson is None else x.new_empty(len(buffer), len(lesson.weight))
     total, scale = None, None if dx is None else 1 / n
     if dx is not None:
         dtype = weight.dtype if size >= n else losses.dtype
@@ -148,7 +167,11 @@ def _chunks(
         part = slice(start, min(start + size, n))
         logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
-        softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
+        if lesson is None:
+            softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
+        else:
+            predicted = torch.mm(lesson.x[part], lesson.weight.t(), out=taught[: len(logits)])
+            softmax_gradient(logits, targets[part], losses[part], num_rows, scale, predicted, lesson.share)
         if total is not None:
             torch.mm(logits, weight, out=dx[part])
             _add_product(total, logits.t(), x[part], first=start == 0)
