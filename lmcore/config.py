@@ -136,7 +136,7 @@ class TrainConfig:
     """Run folder whose best weights the run begins with, such as an imported model; None: drawn at random."""
     teacher: str | None = None
     """Run folder of another model: its best weights predict every next token, and these probabilities are learned
-    beside the tokens themselves (knowledge distillation, Hinton et al. 2015)."""
+    beside the tokens themselves (knowledge distillation, Hinton et al. 2015). Every rank holds all of it."""
     teacher_share: float = 0.6
     """Weight of the teacher's probabilities in what is learned; the tokens have the rest."""
     batch_size: int = 32

@@ -233,13 +233,16 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def require_other_runs(config: TrainConfig, run: RunFolder) -> None:
+def require_other_runs(config: TrainConfig, run: RunFolder, tokenizer: str) -> None:
     """Raises `UserError` unless the runs that `config` names are others than this one, with weights that fit.
 
-    Those to begin with (`init_from`) are of this model; a teacher has its vocabulary and at least its context.
+    Those to begin with (`init_from`) are of this model; a teacher is complete, with this `tokenizer` (its fingerprint),
+    at least the context, and without having read `dev` where that is evaluated. A complete run needs neither any more.
     """
     from lmcore.checkpoint import require_same
 
+    if run.last_known()[0] == "complete":
+        return
     here = to_dict(config.model)
     for setting, named in (("init_from", config.init_from), ("teacher", config.teacher)):
         if named is None:
@@ -251,8 +254,13 @@ def require_other_runs(config: TrainConfig, run: RunFolder) -> None:
         there = to_dict(source.config().model)
         free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
         if setting == "teacher":
-            context, least = there["context_length"], here["context_length"]
+            state, context, least = source.last_known()[0], there["context_length"], here["context_length"]
+            require(state in ("complete", "new"), f"The teacher {named} is not complete: {state}.")
             require(context >= least, f"The teacher {named} has a context of {context} tokens, less than {least}.")
+            same = source.tokenizer().fingerprint == tokenizer
+            require(same, f"The teacher {named} has another tokenizer than the data in {config.data}.")
+            fair = config.evaluate_on == "valid" or source.config().evaluate_on == "dev" or state == "new"
+            require(fair, f"The teacher {named} has read dev, on which this run is evaluated; train one on dev, too.")
             free = tuple(name for name in here if name != "vocab_size")
         require_same(there | {name: here[name] for name in free}, here, str(source.path))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.alone import Alone
-from lmcore.checkpoint import load_model
+from lmcore.checkpoint import digest, load_model
 from lmcore.config import TrainConfig, named
 from lmcore.device import autocast
 from lmcore.errors import UserError
@@ -23,7 +23,16 @@ def teacher_of(config: TrainConfig, device: torch.device) -> TransformerLM | Non
     """The model whose predictions a run learns, in evaluation mode; None where it has no teacher."""
     from lmcore.run import RunFolder  # with pandas, which the doctor does without
 
-    return None if config.teacher is None else load_model(RunFolder(config.teacher).best_weights, device)
+    if config.teacher is None:
+        return None
+    with torch.random.fork_rng(devices=[]):  # numbers drawn here are not the run's
+        return load_model(RunFolder(config.teacher).best_weights, device)
+
+
+def teacher_digest(config: TrainConfig) -> str | None:
+    """What tells the weights of a teacher from all others; None without one."""
+    teacher = teacher_of(config, torch.device("cpu"))
+    return None if teacher is None else digest(teacher.state_dict())
 
 
 class PlainStep:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lmcore.config import GenerateConfig
+from lmcore.fast.decoder import SPLITS
 from lmcore.fast.kernels import decode as plain
 from lmcore.functional import scaled_dot_product_attention, silu
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding
@@ -41,13 +42,13 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------- matrix products
 
-SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]
-"""Rows, D, F: sums in registers, and tiles."""
+SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50), (9, 32, 600)]
+"""Rows, D, F: sums in registers, and tiles, of which several programs share the last."""
 
 
 def split_scratch(rows, d_model, device):
     """What `linear_add` takes to split the inputs among programs."""
-    return torch.full((8, rows, d_model), math.nan, device=device), torch.zeros(
+    return torch.full((SPLITS, rows, d_model), math.nan, device=device), torch.zeros(
         rows * d_model, device=device, dtype=torch.int32
     )
 

@@ -107,7 +107,7 @@ CASES = [
     ("torch-fsdp2", "whole", 3, "fsdp", 2, TIED),
     ("zero1", "sharded", 2, "zero1", 3, {"optimizer__name": "muon"}),
     ("fsdp", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
-    ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"eval_details": True, "optimizer__max_grad_norm": 0.3}),
+    ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"teacher": "alone", "optimizer__max_grad_norm": 0.3}),
     ("ddp", "whole", 2, "none", 1, EXPLICIT | TIED | {"optimizer__name": "muon"}),
     ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__norm": "none", "model__num_layers": 4}),
     ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301}),
@@ -120,6 +120,8 @@ def test_it_trains_what_one_process_trains(
     trainers, data, alone, tmp_path, writer, form, ranks, reader, others, changes
 ):
     """Undisturbed, and resumed with another strategy on another number of ranks."""
+    if "teacher" in changes:
+        changes |= {"teacher": str(alone(small_config(data)).path)}
     run, config = RunFolder(tmp_path / "run"), small_config(data, checkpoints=form, **changes)
     straight = alone(config)
 

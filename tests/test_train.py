@@ -484,38 +484,74 @@ def test_best_weights_since_the_last_checkpoint_outlast_an_error(config, run, mo
     assert read_weights(run.best_weights)[1]["step"] in (2, 4)
 
 
-def test_a_teacher_has_its_share_in_what_is_learned(config, run, never_stopped):
-    """Its path counts nowhere else: the loss that is reported, and evaluation, are of the tokens alone."""
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, config) -> RunFolder:
+    """A wider and deeper model with a longer context."""
+    run = RunFolder(tmp_path_factory.mktemp("teacher"))
+    shape = {"model__d_model": 24, "model__num_layers": 3, "model__context_length": 32}
+    assert train(replace(config, steps=4, **shape), run).state == "complete"
+    return run
+
+
+def test_a_teacher_has_its_share_in_what_is_learned(config, run, teacher):
+    """The loss that is reported, and evaluation, are of the tokens alone."""
     torch.manual_seed(0)
-    taught = replace(config, teacher=str(never_stopped.path), teacher_share=0.3, model__dropout=0.0)
+    taught = replace(config, teacher=str(teacher.path), teacher_share=0.3, model__dropout=0.0)
     model, ids = TransformerLM(taught.model), torch.randint(300, (2, config.batch_size, config.model.context_length))
     plain, fused = (training_step(copy.deepcopy(model), replace(taught, ops=ops))[0] for ops in ("plain", "fused"))
+    assert isinstance(fused, FusedStep)
     with torch.no_grad():
         loss, objective = plain.loss(*ids, learns=True)
-        predicted = load_model(never_stopped.best_weights)(ids[0])
-        soft = soft_cross_entropy(plain.model(ids[0]), predicted)
+        soft = soft_cross_entropy(plain.model(ids[0]), load_model(teacher.best_weights)(ids[0]))
     assert objective.item() == pytest.approx(0.7 * loss.item() + 0.3 * soft.item(), rel=1e-5)
     assert plain.evaluation_loss(*ids) == loss != objective
+    torch.testing.assert_close(fused.evaluation_loss(*ids), loss)
     for _ in range(3):
         for ours, theirs in zip(fused(*ids, 1e-3), plain(*ids, 1e-3), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert train(taught, run).valid_loss != never_stopped.result().valid_loss
+    plain_taught = replace(config, teacher=str(teacher.path))
+    losses = [train(replace(plain_taught, teacher_share=s), run.path / str(s)).valid_loss for s in (0.0, 0.5)]
+    assert losses[0] == train(config, run.path / "without").valid_loss != losses[1]
+    shutil.copytree(teacher.path, run.path / "gone")
+    gone = replace(config, teacher=str(run.path / "gone"))
+    train(gone, run.path / "student")
+    shutil.rmtree(run.path / "gone")
+    assert train(gone, run.path / "student").state == "complete"
 
 
-def test_a_teacher_that_does_not_fit_is_refused(config, run, never_stopped, tmp_path):
-    short = replace(config, model__context_length=config.model.context_length // 2, steps=1)
-    train(short, tmp_path / "short")
-    taught = replace(config, teacher=str(never_stopped.path))
+def test_a_resumed_run_has_the_same_teacher(config, run, tmp_path, teacher, never_stopped):
+    shutil.copytree(teacher.path, tmp_path / "teacher")
+    taught = replace(config, teacher=str(tmp_path / "teacher"), ops="fused")
+    straight = RunFolder(tmp_path / "straight")
+    assert train(taught, straight).state == "complete"
+    train_until(7, taught, run)
+    shutil.copy(never_stopped.best_weights, tmp_path / "teacher" / "checkpoints")
+    with pytest.raises(UserError, match="was made with another teacher"):
+        train(taught, run)
+    shutil.copy(teacher.best_weights, tmp_path / "teacher" / "checkpoints")
+    require_completed(taught, run, straight)
+
+
+def test_a_teacher_that_does_not_fit_is_refused(config, run, teacher, tmp_path):
+    train(replace(config, model__context_length=8, steps=1), tmp_path / "short")
+    train_until(5, config, RunFolder(tmp_path / "stopped"))
+    taught = replace(config, teacher=str(teacher.path))
     for changes, message in (
         ({"teacher": str(tmp_path)}, "There are no weights"),
         ({"teacher": str(run.path)}, "train in another run folder"),
-        ({"teacher": str(tmp_path / "short")}, "has a context of"),
+        ({"teacher": str(tmp_path / "short")}, "has a context of 8 tokens"),
+        ({"teacher": str(tmp_path / "stopped")}, "is not complete: interrupted"),
+        ({"evaluate_on": "dev"}, "has read dev"),
         ({"model__vocab_size": 999}, r"vocab_size \("),
     ):
         with pytest.raises(UserError, match=message):
             train(replace(taught, **changes), run)
     with pytest.raises(UserError, match="teacher_share must be from 0 to 1"):
         replace(taught, teacher_share=1.5)
+    with pytest.raises(UserError, match="has another tokenizer"):
+        lmcore.run.require_other_runs(taught, run, "another")
+    reason = FusedStep.uncovered(replace(taught, ops="fused", precision="fp16"), 1)
+    assert reason == "precision=fp16"
     assert not run.path.exists()
 
 

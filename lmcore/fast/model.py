@@ -170,6 +170,13 @@ class FusedTransformer:
         self.recomputes_elementwise = self.recomputes or bool(ranks)
         self.refresh()
 
+    @classmethod
+    def predictor(cls, model: TransformerLM, dtype: torch.dtype) -> "FusedTransformer":
+        """One that only predicts, as a teacher does: without gradients and float32 matrices."""
+        made = cls(model, dtype)
+        del made.model, made.grads, made.gradients, made.compute_weights, made.weights.views
+        return made
+
     @on_its_device
     def refresh(self) -> None:
         """Copies the parameters into the compute weights, after anything but the step's optimizer changed them."""
@@ -214,6 +221,8 @@ class FusedTransformer:
         after: Callable[[Collection[int]], None] = nothing,
     ) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
+
+        With a `teacher` the gradients are those of the mixture, see `Lesson`.
 
         `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """

@@ -97,10 +97,6 @@ class FusedStep:
     @staticmethod
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
         """What of a configuration this step does not cover; None: nothing."""
-        if config.teacher is not None:
-            teacher = RunFolder(config.teacher).config().model
-            if (lacking := unsupported_reason(teacher, config.precision)) is not None:
-                return f"a teacher with {lacking}"
         strategy, optimizer = config.strategy if ranks > 1 else "none", config.optimizer.name
         if config.z_loss:
             return f"z_loss={config.z_loss}"
@@ -109,6 +105,9 @@ class FusedStep:
         reason = unsupported_reason(config.model, config.precision, ranks if strategy == "fsdp" else 0)
         if strategy in ("zero1", "fsdp") and optimizer != "adamw":
             return reason or f"strategy={strategy} with {optimizer}"
+        if reason is None and config.teacher is not None:
+            lacking = unsupported_reason(RunFolder(config.teacher).config().model, config.precision)
+            reason = lacking and f"a teacher with {lacking}"
         return reason or (None if strategy in ("none", "ddp", "zero1", "fsdp") else f"strategy={strategy}")
 
     @classmethod
@@ -128,7 +127,7 @@ class FusedStep:
         rows = config.batch_size // max(1, ranks)
         step = cls(model, optimizer, rows, context, dtype, ranks, strategy)
         if (teacher := teacher_of(config, step.transformer.device)) is not None:
-            step.transformer.teacher = FusedTransformer(teacher, dtype)
+            step.transformer.teacher = FusedTransformer.predictor(teacher, dtype)
             step.transformer.teacher_share = config.teacher_share
         return step
 

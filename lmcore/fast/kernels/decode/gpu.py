@@ -178,12 +178,9 @@ def _vector_tile(num_outputs: int, num_inputs: int, itemsize: int, matrices: int
 
 def _tile(num_outputs: int, most_splits: int) -> tuple[int, int]:
     """(rows of the matrix, programs that share them), so that most multiprocessors have a program."""
-    rows = 64
-    while rows > 16 and num_outputs // rows < (MULTIPROCESSORS if rows == 64 else MULTIPROCESSORS // 2):
-        rows //= 2
-    if most_splits > 1:  # a few programs with long rows
-        rows = 32
-    splits = 1
+    rows, splits = 32, 1
+    if most_splits == 1:
+        rows = next((n for n in (64, 32) if num_outputs // n >= MULTIPROCESSORS * n // 64), 16)
     while 2 * splits <= min(most_splits, MULTIPROCESSORS * rows // num_outputs):
         splits *= 2
     return rows, splits
