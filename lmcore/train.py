@@ -321,10 +321,9 @@ class Trainer:
 
     def _load(self, content: dict[str, Any], path: Path) -> None:
         extra, (_, optimizer), strategy = content["extra"], self.update.current(), self.update.strategy
-        here = {"other data": self.data.fingerprint, "another teacher": self.teacher}
-        for (what, found), name in zip(here.items(), ("data_fingerprint", "teacher"), strict=True):
-            remedy = "choose another run folder, or remove this one."
-            require(extra[name] == found, f"{path} was made with {what}; {remedy}")
+        remedy = "choose another run folder, or remove this one."
+        require(extra["data_fingerprint"] == self.data.fingerprint, f"{path} was made with other data; {remedy}")
+        require(extra["teacher"] == self.teacher, f"{path} was made with another teacher; {remedy}")
         if path.is_dir():
             named(f"{SHARDED}:load_sharded")(strategy, optimizer, path, self.ranks)
         else:
