@@ -176,7 +176,7 @@ def sample() -> str:
 def highlights() -> str:
     """The README's table: what was reached, and compared with what."""
     runs = rows_of("training_runs")
-    losses, read = seeds_of(runs)["final_valid_loss"].agg(["count", "mean"]), runs.set_index("name")["tokens"]
+    losses, by_name = seeds_of(runs)["final_valid_loss"].agg(["count", "mean"]), runs.set_index("name")
     corpus = rows_of("training_corpus").iloc[0]
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
@@ -184,7 +184,8 @@ def highlights() -> str:
     apart, counted = (1e4 * apart.max()).map(math.ceil) / 100, apart.size()
     of_sizes = " and ".join(f"`{size}`" for size in fitted["size"].unique())
     timed = rows_table(read_json(SPEED)["rows"])
-    ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
+    ours, taught, baseline = losses.loc["deep-at-budget"], losses.loc["taught"], losses.loc["reported"]
+    ensemble, both = rows_of("training_ensemble").iloc[0], by_name.loc[["teacher", "taught"]]
     made = [
         {
             "what": f"validation loss, {format_count(corpus['train_tokens'])} tokens of TinyStories, 41 million read; "
@@ -194,9 +195,10 @@ def highlights() -> str:
             f"({baseline['count']:.0f} seeds)",
         },
         {
-            "what": f"{format_count(read['ten-minutes'])} tokens, ten minutes; one seed",
-            "lmcore": f"{losses['mean'].min():.3f}",
-            "compared with": "",
+            "what": f"{format_count(both['tokens'].sum())} with a teacher; {both['seconds'].sum() / 60:.1f} minutes",
+            "lmcore": f"{taught['mean']:.3f} ({taught['count']:.0f} seeds)",
+            "compared with": f"1.45, the handout's target; ensemble of {ensemble['students']:.0f} "
+            f"{ensemble['loss']:.3f}",
         },
     ]
     for name, words in HIGHLIGHTS.items():
@@ -252,6 +254,7 @@ def training() -> str:
                 "rate": f"{row['learning_rate']:g}",
                 "decay": f"{row['weight_decay']:g}",
                 "batches": {"epoch": "epochs"}.get(row["sampling"], row["sampling"]),
+                "layers": row["num_layers"],
                 "tied": "yes" if row["tie_embeddings"] else "no",
                 "dropout": f"{row['dropout']:g}",
                 "steps × batch": f"{row['steps']:,} × {row['batch_size']}",
@@ -262,7 +265,10 @@ def training() -> str:
                 "time": "–" if pd.isna(row["tokens_per_second"]) else format_seconds(row["seconds"]),
             }
         )
-    return f"{source}\n\n{markdown(rows)}"
+    ensemble = "The mean of {students:.0f} students' probabilities: {loss:.3f}.".format(
+        **rows_of("training_ensemble").iloc[0]
+    )
+    return f"{source}\n\n{markdown(rows)}\n\n{ensemble}"
 
 
 def trials() -> str:

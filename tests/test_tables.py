@@ -15,7 +15,9 @@ from workbook.report import results, tables
 
 def make_run(folder, losses, state="complete", *, valid=None, batch_size=4, **notes) -> RunFolder:
     """A run folder with one metrics line for each loss, the last one with a validation loss."""
-    config = TrainConfig(model=model_config("smoke"), batch_size=batch_size, steps=10 * max(len(losses), 1))
+    config = TrainConfig(
+        model=model_config("smoke"), batch_size=batch_size, steps=10 * max(len(losses), 1), teacher="a/b"
+    )
     run = RunFolder(folder)
     with run.lock():
         run.begin(config, {"device": "Test chip", "torch": "2.0", "data_fingerprint": "f" * 64})
@@ -41,6 +43,7 @@ def test_a_complete_run(tmp_path):
         "outcome": "complete", "final_valid_loss": 3.2, "best_valid_loss": 3.1, "steps": 40,
         "tokens": 40 * 4 * 256, "tokens_per_second": 200,  # the median without the first line, which held the warm-up
         "peak_memory_bytes": 2000, "seconds": 4.0, "device": "Test chip", "batch_size": 4, "diverged_at_step": None,
+        "num_layers": 2, "teacher": "b",
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     assert row["max_spike"] == pytest.approx(0.3)

@@ -58,8 +58,6 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
     losses, evaluated = metrics["train_loss"], metrics["valid_loss"].dropna()
     diverged_at = status.get("diverged_at_step", divergence_step(metrics, config.model.vocab_size))
     outcome = "diverged" if status["state"] == "complete" and diverged_at is not None else status["state"]
-    outcome = outcome if outcome in (*FINISHED, "failed") else "interrupted"
-    environment = run.environment() if run.environment_file.exists() else {}
     return {
         "name": name,
         "optimizer": config.optimizer.name,
@@ -71,7 +69,9 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
         "tie_embeddings": config.model.tie_embeddings,
         "dropout": config.model.dropout,
         "sampling": config.sampling,
-        "outcome": outcome,
+        "num_layers": config.model.num_layers,
+        "teacher": config.teacher and RunFolder(config.teacher).path.name,
+        "outcome": outcome if outcome in (*FINISHED, "failed") else "interrupted",
         "final_valid_loss": float(evaluated.iloc[-1]) if outcome == "complete" and len(evaluated) else None,
         "best_valid_loss": float(evaluated.min()) if len(evaluated) else None,
         "diverged_at_step": diverged_at if outcome == "diverged" else None,
@@ -79,7 +79,7 @@ def run_row(name: str, run: RunFolder) -> dict[str, Any]:
         "seconds": status.get("seconds"),
         "tokens_per_second": float(steady.median()) if len(steady) else None,
         "peak_memory_bytes": _peak_memory(metrics),
-        "device": environment.get("device"),
+        "device": (run.environment() if run.environment_file.exists() else {}).get("device"),
     }
 
 
