@@ -50,7 +50,7 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
 )
 
 # With tied embeddings the handout's number of parameters pays for twelve layers. They memorize such a corpus soon, so
-# they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both together take less than eight
+# they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both together take seven to eight
 # minutes of an H200 (results/h200/README.md); each evaluates once, at its end.
 DEEP = replace(
     TEN_MINUTES, model__num_layers=12, steps=15_000, eval_interval=15_000, checkpoint_interval=7500, keep_checkpoints=1
