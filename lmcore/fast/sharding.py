@@ -10,6 +10,7 @@ layer needs them.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ def owners_by_layer(model: TransformerLM, ranks: int) -> dict[nn.Parameter, int]
     owners = dict.fromkeys(norm_weights_of(model), 0)
     for run in shared_runs(model.config.num_layers, ranks):
         for layer in run:
-            matrices = [p for p in model.layers[layer].parameters() if p not in owners]
-            owners |= dict.fromkeys(matrices, (layer - run.start) * ranks // len(run))
+            owners = dict.fromkeys(model.layers[layer].parameters(), (layer - run.start) * ranks // len(run)) | owners
     return owners
 
 
@@ -105,9 +105,10 @@ def coalesced(collective: Callable[..., dist.Work], pairs: Iterable[tuple[Tensor
 
     `_coalescing_manager` has no public name in PyTorch 2.11 to 2.13.
     """
-    with dist._coalescing_manager(async_ops=True) as message:
-        for pair in pairs:
-            collective(*pair, *how, async_op=True)
+    together = dist.get_backend() == "nccl"  # gloo's form of it ended in crashes in about one of fifty short runs
+    with dist._coalescing_manager(async_ops=True) if together else nullcontext(Message()) as message:
+        works = [collective(*pair, *how, async_op=True) for pair in pairs]
+    message.works += [] if together else works
     return message
 
 
@@ -149,10 +150,9 @@ class Shards:
 
     def _gather(self, part: int) -> Message:
         """Begins to send this rank's rows of a part to all; they are cast where the whole matrices will be."""
-        parameters = self.matrices[part]
-        whole = [self.transformer.weights.views[p] for p in parameters]
+        whole = [self.transformer.weights.views[p] for p in self.matrices[part]]
         own = [matrix.chunk(self.ranks)[self.rank] for matrix in whole]
-        for mine, p in zip(own, parameters, strict=True):
+        for mine, p in zip(own, self.matrices[part], strict=True):
             mine.copy_(p.detach())
         return coalesced(all_gather_rows, zip(whole, own, strict=True))
 
