@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, is_tensor
 from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig, replace
 from lmcore.errors import UserError
 from lmcore.fast.model import FusedTransformer
+from lmcore.fast.sharding import Exchange
 from lmcore.fast.step import FusedStep, fused_optimizer
 from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
@@ -27,7 +29,6 @@ SHAPES = {
     "deep": ModelConfig(40, context_length=6, d_model=16, num_layers=10, num_heads=2, d_ff=24),  # two groups of layers
     "no positions": ModelConfig(33, context_length=9, d_model=34, num_layers=2, num_heads=2, d_ff=7, position="none"),
     "dropout": ModelConfig(50, context_length=7, d_model=32, num_layers=2, num_heads=2, d_ff=40, dropout=0.3),
-    "no norms": ModelConfig(40, context_length=7, d_model=24, num_layers=2, num_heads=3, d_ff=20, norm="none"),
 }
 
 
@@ -152,7 +153,8 @@ def test_a_model_that_is_not_covered_is_refused():
     config = replace(SHAPES["odd"], d_model=3 * 130, **changes)
     reasons = {"norm=post", "ffn=silu", "qk_norm", "position=sinusoidal"}
     assert set(unsupported_reason(config, "bf16").split(", ")) == reasons | {"heads of 130 features (at most 128)"}
-    assert unsupported_reason(replace(SHAPES["odd"], parallel=True), "bf16") == "parallel blocks"
+    for change, reason in ({"parallel": True}, "parallel blocks"), ({"norm": "none"}, "norm=none"):
+        assert unsupported_reason(replace(SHAPES["odd"], **change), "bf16") == reason
     with pytest.raises(UserError, match="The fused step does not cover"):
         fused_step(model_of(config), 2)
 
@@ -167,6 +169,7 @@ def test_what_else_is_refused():
         lambda: fused.forward_backward(ids, ids),
         lambda: FusedTransformer(model, torch.float16),
         lambda: FusedStep(model, torch.optim.SGD(model.parameters(), 0.1), 2, 13),
+        lambda: Exchange(fused, SimpleNamespace(owner=dict.fromkeys(model.parameters(), 1), rank=0, world_size=2)),
     ):
         with pytest.raises(UserError):
             call()

@@ -109,7 +109,7 @@ CASES = [
     ("fsdp", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
     ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"teacher": "alone", "optimizer__max_grad_norm": 0.3}),
     ("ddp", "whole", 2, "none", 1, EXPLICIT | TIED | {"optimizer__name": "muon"}),
-    ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__norm": "none", "model__num_layers": 4}),
+    ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__num_layers": 4}),
     ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301}),
     ("fsdp", "sharded", 2, "fsdp", 3, EXPLICIT | TIED | {"model__num_layers": 4, "model__checkpoint_every": 1}),
 ]

@@ -118,14 +118,14 @@ class Group:
 
 @dataclass
 class Saved:
-    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,) if it has norms, attention's log-sum-exp, and what
-    dropout keeps of the outputs of attention and feed-forward network."""
+    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,), attention's log-sum-exp, and what dropout keeps of
+    the outputs of attention and feed-forward network."""
 
     x1: Tensor
-    rstd1: Tensor | None
+    rstd1: Tensor
     lse: Tensor = field(init=False)
     x2: Tensor = field(init=False)
-    rstd2: Tensor | None = field(init=False)
+    rstd2: Tensor = field(init=False)
     kept1: Tensor | None = field(init=False)
     kept2: Tensor | None = field(init=False)
 
@@ -162,7 +162,7 @@ class FusedTransformer:
         self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
         rope = model.layers[0].attn.rope
         self.angles = None if rope is None else (rope.cos, rope.sin)
-        self.eps = model.ln_final.eps if self.norm_weights else 0.0
+        self.eps = model.ln_final.eps
         self.side_stream = SideStream(self.device)
         self.teacher: FusedTransformer | None = None  # whose predictions have this share in what is learned
         self.teacher_share = 0.0
@@ -210,7 +210,7 @@ class FusedTransformer:
         head, layers = 1 + self.config.num_layers, [part - 1 for part in parts if 1 <= part <= self.config.num_layers]
         found = self.grads.of_layers(range(min(layers), max(layers) + 1)) if layers else []
         if 0 in parts:
-            found += [self.grads.embedding, *([self.norm_weight_grads] if self.norm_weights else [])]
+            found += [self.grads.embedding, self.norm_weight_grads]
         return found + ([self.grads.head] if head in parts and not self.config.tie_embeddings else [])
 
     @on_its_device
@@ -243,8 +243,7 @@ class FusedTransformer:
         self._norm_backward(-1, dnormed, x, rstd, None, groups[-1].dy[-1], partials)
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
-        if self.norm_weights:
-            sum_partials(partials, self.norm_weight_grads)
+        sum_partials(partials, self.norm_weight_grads)
         self._embedding_backward(dropout_backward(dx, kept, self.config.dropout), inputs)
         self.side_stream.wait()
         del in_use
@@ -252,29 +251,15 @@ class FusedTransformer:
 
     def _norm(
         self, index: int, x: Tensor, branch: Tensor | None, y: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The sum x + branch (N, D), what norm `index` of the model makes of it, in `y` if given, and its 1 / rms.
-
-        A model without norms reads the sum itself.
-        """
-        if self.norm_weights:
-            return rmsnorm_forward(x, self.norm_weights[index], self.eps, branch, y)
-        y = torch.empty_like(x) if y is None else y
-        total = y.copy_(x) if branch is None else torch.add(x, branch, out=y)
-        return total, total, None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum x + branch (N, D), what norm `index` of the model makes of it, in `y` if given, and its 1 / rms."""
+        return rmsnorm_forward(x, self.norm_weights[index], self.eps, branch, y)
 
     def _norm_backward(
-        self, index: int, dy: Tensor, x: Tensor, rstd: Tensor | None, residual: Tensor | None, dx: Tensor,
-        partials: Tensor,
-    ) -> None:  # fmt: skip
+        self, index: int, dy: Tensor, x: Tensor, rstd: Tensor, residual: Tensor | None, dx: Tensor, partials: Tensor
+    ) -> None:
         """Writes the gradient of the input of `_norm`, plus `residual`, into `dx`, and the weight's into `partials`."""
-        if self.norm_weights:
-            weight, sums = self.norm_weights[index], partials[index]
-            rmsnorm_backward(dy, x, weight, rstd, residual=residual, dx=dx, partials=sums)
-        elif residual is None:
-            dx.copy_(dy)
-        else:
-            torch.add(dy, residual, out=dx)
+        rmsnorm_backward(dy, x, self.norm_weights[index], rstd, residual=residual, dx=dx, partials=partials[index])
 
     def _embed(self, inputs: Tensor) -> Tensor:
         length, most = inputs.shape[1], self.config.context_length

@@ -57,7 +57,5 @@ class PackedMatrices:
 
 
 def norm_weights_of(model: TransformerLM) -> list[nn.Parameter]:
-    """The weights of all norms in the order of the forward pass: 2L + 1 parameters (D,), none without norms."""
-    if model.config.norm == "none":
-        return []
+    """The weights of all norms in the order of the forward pass: 2L + 1 parameters (D,)."""
     return [norm.weight for layer in model.layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final.weight]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lmcore.distributed.fsdp import all_gather_rows, reduce_scatter_rows
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
+from lmcore.errors import require
 from lmcore.fast.model import MOST_LAYERS, FusedTransformer
 from lmcore.fast.packing import norm_weights_of
 from lmcore.fast.streams import SideStream
@@ -50,18 +51,18 @@ def owners_by_layer(model: TransformerLM, ranks: int) -> dict[nn.Parameter, int]
 class Exchange:
     """The messages of a step of `transformer` whose parameters belong to the ranks as `optimizer` says.
 
-    Runs of layers go together where the owners are those of `owners_by_layer`.
+    Raises `UserError` unless the owners are those of `owners_by_layer`.
     """
 
     def __init__(self, transformer: FusedTransformer, optimizer: ShardedOptimizer):
         self.transformer, self.owner, self.rank = transformer, optimizer.owner, optimizer.rank
         self.ranks = optimizer.world_size
         together = owners_by_layer(transformer.model, self.ranks)
-        if any(self.owner[p] != rank for p, rank in together.items()):
-            together = {}
-        runs = shared_runs(transformer.config.num_layers, self.ranks) if together else []
+        as_planned = all(self.owner[p] == rank for p, rank in together.items())
+        require(as_planned, "The optimizer of a fused step needs the owners that owners_by_layer names.")
+        runs = shared_runs(transformer.config.num_layers, self.ranks)
         self.waiting = {run: set(run) for run in runs}  # for the gradients of these layers
-        self.norms = torch.empty_like(transformer.norm_weight_grads) if together else None
+        self.norms = torch.empty_like(transformer.norm_weight_grads)
         self.part_of = {p: part for p, part in transformer.parts.items() if p not in together}
 
     def reduce(self, parts: Collection[int], how: dist.ReduceOp) -> list[tuple[dist.Work, Tensor]]:
@@ -74,13 +75,12 @@ class Exchange:
                 for kind in self.transformer.grads.of_layers(run):
                     own = kind.chunk(self.ranks)[self.rank]
                     found.append((reduce_scatter_rows(own, kind, how, async_op=True), own))
-        if self.norms is not None and 0 in parts and len(self.norms):
-            gradient = self.transformer.norm_weight_grads
-            found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
         for p in (p for p, part in self.part_of.items() if part in parts):
             gradient = self.transformer.gradients[p]
             found.append((dist.reduce(gradient, self.owner[p], how, async_op=True), gradient))
         if 0 in parts:  # the last ones
+            gradient = self.transformer.norm_weight_grads
+            found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
             self.waiting = {run: set(run) for run in self.waiting}
         return found
 
@@ -92,10 +92,9 @@ class Exchange:
                 sent.append(all_gather_rows(kind, kind.chunk(self.ranks)[self.rank], async_op=True))
         for p in self.part_of:
             sent.append(dist.broadcast(self.transformer.compute_weights.get(p, p.data), self.owner[p], async_op=True))
-        if self.norms is not None and weights:
-            torch._foreach_copy_(list(self.norms), [p.data for p in weights])
-            dist.broadcast(self.norms, 0)
-            torch._foreach_copy_([p.data for p in weights], list(self.norms))
+        torch._foreach_copy_(list(self.norms), [p.data for p in weights])
+        dist.broadcast(self.norms, 0)
+        torch._foreach_copy_([p.data for p in weights], list(self.norms))
         for work in sent:
             work.wait()
 
@@ -172,7 +171,7 @@ class Shards:
             found += [(sent, gradient) for gradient in own]
             if 1 <= part <= self.transformer.config.num_layers:
                 self.leaving[self.transformer.grads.slot(part - 1)] = sent
-        if 0 in parts and len(self.transformer.norm_weight_grads):
+        if 0 in parts:
             gradient = self.transformer.norm_weight_grads
             found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
         return found

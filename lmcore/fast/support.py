@@ -21,9 +21,8 @@ def unsupported_reason(config: ModelConfig, precision: str, ranks: int = 0) -> s
 
     `ranks` is the number of processes that divide the weights, if they do.
     """
-    ranks = ranks or 1
     obstacles = {
-        f"norm={config.norm}": config.norm == "post",
+        f"norm={config.norm}": config.norm != "pre",
         f"position={config.position}": config.position == "sinusoidal",
         "qk_norm": config.qk_norm,
         f"num_kv_heads={config.num_kv_heads}": config.kv_heads != config.num_heads,
@@ -31,8 +30,8 @@ def unsupported_reason(config: ModelConfig, precision: str, ranks: int = 0) -> s
         f"ffn={config.ffn}": config.ffn != "swiglu",
         f"heads of {config.d_k} features (at most {MAX_HEAD_SIZE})": config.d_k > MAX_HEAD_SIZE,
         f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
-        f"d_model={config.d_model} and d_ff={config.d_ff} divided by {ranks} ranks": config.d_model % ranks
-        or config.d_ff % ranks,
+        f"d_model={config.d_model} and d_ff={config.d_ff} divided by {ranks} ranks": ranks > 0
+        and (config.d_model % ranks or config.d_ff % ranks),
         f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
     }
     found = [name for name, present in obstacles.items() if present]
