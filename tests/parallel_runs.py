@@ -64,12 +64,16 @@ class Trainers:
             launched = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             pipe.send((replace(config, **(own or {}).get(rank, {})), str(folder), launched))
-        return [pipe.recv() for _, pipe in self.workers[:ranks]]
+        try:
+            return [pipe.recv() for _, pipe in self.workers[:ranks]]
+        except EOFError:  # one has crashed: the next runs get new ones
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the processes."""
-        for process, _ in self.workers:
-            process.kill()
+        while self.workers:
+            self.workers.pop()[0].kill()
 
 
 def _serve(pipe) -> None:
