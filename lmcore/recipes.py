@@ -35,7 +35,7 @@ REGULARIZED = replace(
 TIED = replace(REGULARIZED, model__tie_embeddings=True)
 BEST_AT_BUDGET = replace(TIED, optimizer__name="muon", optimizer__learning_rate=5e-3, optimizer__weight_decay=0.5)
 
-TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7.8 million tokens
+TEN_MINUTES = replace(  # some seven minutes of one H200: 46 passes over 7.8 million tokens
     BEST_AT_BUDGET,
     model__dropout=0.2,
     optimizer__learning_rate=4e-3,
@@ -49,9 +49,9 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
     keep_checkpoints=4,
 )
 
-# With tied embeddings the handout's number of parameters pays for twelve layers. They memorize such a corpus soon, so
-# they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both together take seven to eight
-# minutes of an H200 (results/h200/README.md); each evaluates once, at its end.
+# At GPT-2's vocabulary twelve layers with tied embeddings have the handout's number of parameters. They memorize such
+# a corpus soon, so they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both together
+# take seven to eight minutes of an H200 (results/h200/README.md); each evaluates once, at its end.
 DEEP = replace(
     TEN_MINUTES, model__num_layers=12, steps=15_000, eval_interval=15_000, checkpoint_interval=7500, keep_checkpoints=1
 )
