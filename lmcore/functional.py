@@ -76,9 +76,8 @@ def soft_cross_entropy(
     It is least where both distributions are equal. Half-precision logits are upcast to float32.
     """
     logits = at_least_float32(logits)
-    shifted = logits - logits.amax(dim=-1, keepdim=True).detach()
-    expected = (softmax(at_least_float32(teacher_logits), dim=-1) * shifted).sum(dim=-1)
-    return (shifted.exp().sum(dim=-1).log() - expected).mean()
+    expected = (softmax(at_least_float32(teacher_logits), dim=-1) * logits).sum(dim=-1)
+    return (logits.logsumexp(dim=-1) - expected).mean()
 
 
 def perplexity(mean_loss: float) -> float:

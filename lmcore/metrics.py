@@ -85,7 +85,7 @@ class Meter:
         self.seconds += time.perf_counter() - started
 
     def line(self, step: int, losses: list[float], lr: float, norm: float) -> dict[str, Any]:
-        """The metrics line after `step`, whose rate and gradient norm it has; seconds are counted anew after it."""
+        """The metrics line after `step`, with its rate and norm; `mfu` leaves a teacher out. Seconds begin anew."""
         if self.device.type == "cuda":
             self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
         rate = self.steps / self.seconds if self.steps else 0.0

@@ -17,11 +17,12 @@ from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write
 from lmcore.provenance import utc_now
 
 if TYPE_CHECKING:  # commands that list runs do without PyTorch
+    from lmcore.data import PreparedData
     from lmcore.model import TransformerLM
     from lmcore.tokenizer import Tokenizer
 
-FREE_TO_CHANGE = {"data", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy", "tracker"}
-"""Fields that a resumed run may change: they move numbers by no more than rounding (data has its fingerprint)."""
+FREE = {"data", "teacher", "device", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy", "tracker"}
+"""Fields that a resumed run may change: they move numbers by no more than rounding (data and teacher have digests)."""
 
 SECONDS_TO_WAIT = 1.0
 """How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
@@ -73,7 +74,7 @@ class RunFolder:
         """The run's resolved configuration. Raises `UserError` if it is not the one that the run began with."""
         saved = read_json(self.config_file)
         config = from_dict(TrainConfig, saved)
-        began = next(iter(self.starts()), {}).get("config", saved)
+        began = self.first_start().get("config", saved)
         require(
             saved == began == json.loads(json.dumps(to_dict(config))),
             f"{self.config_file} is not the configuration that the run began with, or of another version of lmcore: "
@@ -107,22 +108,32 @@ class RunFolder:
             write_json(self.config_file, to_dict(config))
         if starts and is_complete(self):
             return self.result()
-        write_json(self.environment_file, [*starts, environment | {"config": to_dict(config)}])
+        notes = {"config": to_dict(config), "teacher": self.teacher_digest(config)}
+        write_json(self.environment_file, [*starts, environment | notes])
         return None
 
     def differences(self, config: TrainConfig, data_fingerprint: str | None) -> str:
-        """In words, the fields in which `config` or the data differ from those that made this folder."""
+        """In words, the fields in which `config`, data or teacher differ from those that made this folder."""
         there, here = flatten(to_dict(self.config())), flatten(to_dict(config))
-        fixed = [key for key in here if key.split(".")[0] not in FREE_TO_CHANGE]
+        fixed = [key for key in here if key.split(".")[0] not in FREE]
         there, here = ({key: values.get(key) for key in fixed} for values in (there, here))
-        if (fingerprint := self.data_fingerprint()) is not None:
-            there["the data"] = f"fingerprint {fingerprint[:12]}"
-            here["the data"] = f"fingerprint {str(data_fingerprint)[:12]}"
+        noted, now = self.first_start(), {"data_fingerprint": data_fingerprint, "teacher": self.teacher_digest(config)}
+        for name in (name for name in now if name in noted):
+            there[name.replace("_", " ")], here[name.replace("_", " ")] = str(noted[name])[:12], str(now[name])[:12]
         return differing(there, here)
 
-    def data_fingerprint(self) -> str | None:
-        """Fingerprint of the data that the run was started with, or None before its first start."""
-        return next(iter(self.starts()), {}).get("data_fingerprint")
+    def teacher_digest(self, config: TrainConfig) -> str | None:
+        """SHA-256 of the weights of the teacher, or what is noted of it, where they are gone; None without one."""
+        from lmcore.checkpoint import digest, read_weights
+
+        if config.teacher is None:
+            return None
+        weights = RunFolder(config.teacher).best_weights
+        return digest(read_weights(weights)[0]) if weights.is_file() else self.first_start().get("teacher") or "unknown"
+
+    def first_start(self) -> dict[str, Any]:
+        """Provenance of the run's first start; empty before it."""
+        return next(iter(self.starts()), {})
 
     def environment(self) -> dict[str, Any]:
         """Provenance of the run's latest start."""
@@ -233,11 +244,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def require_other_runs(config: TrainConfig, run: RunFolder, tokenizer: str) -> None:
+def require_other_runs(config: TrainConfig, run: RunFolder, data: "PreparedData") -> None:
     """Raises `UserError` unless the runs that `config` names are others than this one, with weights that fit.
 
-    Those to begin with (`init_from`) are of this model; a teacher is complete, with this `tokenizer` (its fingerprint),
-    at least the context, and without having read `dev` where that is evaluated. A complete run needs neither any more.
+    None has read `dev` where that is evaluated. Those to begin with (`init_from`) are of this model; a teacher is
+    complete, with the tokenizer of `data` and at least the context. A complete run needs neither any more.
     """
     from lmcore.checkpoint import require_same
 
@@ -248,21 +259,24 @@ def require_other_runs(config: TrainConfig, run: RunFolder, tokenizer: str) -> N
         if named is None:
             continue
         source = RunFolder(named)
+        require(source.best_weights.is_file(), f"There are no weights {source.best_weights}, which {setting} names.")
         other = source.path.resolve() != run.path.resolve()
         require(other, f"{run.path} holds the weights that {setting} names; train in another run folder.")
-        require(source.best_weights.is_file(), f"There are no weights {source.best_weights}, which {setting} names.")
-        there = to_dict(source.config().model)
-        free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
-        if setting == "teacher":
-            state, context, least = source.last_known()[0], there["context_length"], here["context_length"]
-            require(state in ("complete", "new"), f"The teacher {named} is not complete: {state}.")
-            require(context >= least, f"The teacher {named} has a context of {context} tokens, less than {least}.")
-            same = source.tokenizer().fingerprint == tokenizer
-            require(same, f"The teacher {named} has another tokenizer than the data in {config.data}.")
-            fair = config.evaluate_on == "valid" or source.config().evaluate_on == "dev" or state == "new"
-            require(fair, f"The teacher {named} has read dev, on which this run is evaluated; train one on dev, too.")
-            free = tuple(name for name in here if name != "vocab_size")
-        require_same(there | {name: here[name] for name in free}, here, str(source.path))
+        trained, first = source.config(), source.first_start()
+        read = "dev" == config.evaluate_on != trained.evaluate_on and first.get("data_fingerprint") == data.fingerprint
+        require(not read, f"The run {named} has read dev, on which this one is evaluated; train it on dev, too.")
+        if setting == "init_from":
+            free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
+            require_same(to_dict(trained.model) | {name: here[name] for name in free}, here, str(source.path))
+            continue
+        state, theirs, least = source.status()["state"], trained.model, config.model.context_length
+        require(state in ("complete", "new"), f"The teacher {named} is not complete: {state}.")
+        require(theirs.context_length >= least, f"The teacher {named} has a context of less than {least} tokens.")
+        known = first.get("data", {}).get("tokenizer_fingerprint") or source.tokenizer().fingerprint
+        same = known == data.tokenizer.fingerprint and theirs.vocab_size == config.model.vocab_size
+        require(
+            same, f"The teacher {named} has another tokenizer or vocab_size than this run, which reads {config.data}."
+        )
 
 
 def initial_model(config: TrainConfig, run: RunFolder) -> "TransformerLM":

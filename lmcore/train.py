@@ -28,7 +28,7 @@ from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
 from lmcore.run import RunFolder, RunResult, flatten, initial_model, newest_checkpoint, require_other_runs
-from lmcore.step import PlainStep, teacher_digest, training_step
+from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
@@ -63,7 +63,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
                         device = ranks.device(config.device)
                         data = open_data(config.data).evaluated_on(config.evaluate_on)
                         check_data(config, data)
-                        require_other_runs(config, run, data.tokenizer.fingerprint)
+                        require_other_runs(config, run, data)
                     same = {"data": data.fingerprint, "the run folder": str(run.path)}
                     ranks.require_same(flatten(to_dict(config)) | same)
                 with ranks.checked():
@@ -164,7 +164,6 @@ class Trainer:
         if reason is not None and ranks.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.state, self.saved_step = State(), 0
-        self.teacher = teacher_digest(config)
         self.best: dict[str, Any] = {}  # the best weights, as long as they are not written
         self.best_written = time.perf_counter()
         self.metrics = AsyncMetrics(ranks.mean, skips=self.update.scaler.is_enabled())
@@ -266,7 +265,6 @@ class Trainer:
             "scaler": self.update.scaler.state_dict(),
             "rng": ranks.gather(rng_state(self.device)),
             "data_fingerprint": self.data.fingerprint,
-            "teacher": self.teacher,
         }
         step, sharded = self.state.step, config.checkpoints == "sharded"
         path = self.run.checkpoint_file(step, sharded)
@@ -323,7 +321,6 @@ class Trainer:
         extra, (_, optimizer), strategy = content["extra"], self.update.current(), self.update.strategy
         remedy = "choose another run folder, or remove this one."
         require(extra["data_fingerprint"] == self.data.fingerprint, f"{path} was made with other data; {remedy}")
-        require(extra["teacher"] == self.teacher, f"{path} was made with another teacher; {remedy}")
         if path.is_dir():
             named(f"{SHARDED}:load_sharded")(strategy, optimizer, path, self.ranks)
         else:

@@ -57,7 +57,7 @@ def test_a_config_that_was_changed_or_is_of_another_version_is_refused(run, chan
 
 @pytest.mark.parametrize("content", ["[3]", "{}", "{"])
 def test_damaged_files_are_named(run, content):
-    for path, read in ((run.status_file, run.status), (run.environment_file, run.data_fingerprint)):
+    for path, read in ((run.status_file, run.status), (run.environment_file, run.first_start)):
         path.write_text(content)
         with pytest.raises(UserError, match=rf"{path.stem}\.json (is damaged|cannot be read)"):
             read()
@@ -80,10 +80,10 @@ def test_begin_keeps_every_start_and_the_first_config_and_removes_leftovers(run)
     assert other.exists()
     run.begin(replace(config, device="cpu"), {"data_fingerprint": "a", "torch": "2"})
     assert run.config() == config
-    assert (run.environment()["torch"], run.data_fingerprint()) == ("2", "a")
+    assert (run.environment()["torch"], run.first_start()["data_fingerprint"]) == ("2", "a")
     with pytest.raises(UserError, match=r"optimizer\.learning_rate \(0\.001 there, 0\.5 here\)"):
         run.begin(replace(config, optimizer__learning_rate=0.5), {"data_fingerprint": "a"})
-    with pytest.raises(UserError, match="the data"):
+    with pytest.raises(UserError, match=r"data fingerprint \(a there, b here\)"):
         run.begin(config, {"data_fingerprint": "b"})
 
 

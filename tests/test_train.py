@@ -338,7 +338,8 @@ def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatc
         calls.append(self.model.training)
         if not (self.model.training and sum(calls) == 8):
             return loss, objective
-        return (loss * math.nan, objective) if poison == "loss" else (loss, objective * math.inf)
+        steep = (objective - objective.detach()).sqrt()  # 0, with an infinite gradient
+        return (loss * math.nan, objective) if poison == "loss" else (loss, objective + steep)
 
     if poison == "validation loss":
         with_losses(monkeypatch, 2.0, math.nan)
@@ -445,7 +446,7 @@ def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
     data = open_data(config.data)
     config = replace(config, evaluate_on="dev", eval_details=True)
     train(config, run)
-    assert run.data_fingerprint() == data.fingerprint
+    assert run.first_start()["data_fingerprint"] == data.fingerprint
     dev, model = data.evaluated_on("dev"), load_model(run.last_weights)
     assert len(dev.train) + len(dev.valid) == len(data.train)
     found = evaluate(model, data, "dev", config.eval_batch_size)
@@ -509,6 +510,9 @@ def test_a_teacher_has_its_share_in_what_is_learned(config, run, teacher):
     for _ in range(3):
         for ours, theirs in zip(fused(*ids, 1e-3), plain(*ids, 1e-3), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        plain.teacher.lm_head.weight.fill_(math.inf)
+    assert not plain(*ids)[0].isfinite()  # a loss scaler would skip such steps in silence
     plain_taught = replace(config, teacher=str(teacher.path))
     losses = [train(replace(plain_taught, teacher_share=s), run.path / str(s)).valid_loss for s in (0.0, 0.5)]
     assert losses[0] == train(config, run.path / "without").valid_loss != losses[1]
@@ -520,36 +524,47 @@ def test_a_teacher_has_its_share_in_what_is_learned(config, run, teacher):
 
 
 def test_a_resumed_run_has_the_same_teacher(config, run, tmp_path, teacher, never_stopped):
-    shutil.copytree(teacher.path, tmp_path / "teacher")
-    taught = replace(config, teacher=str(tmp_path / "teacher"), ops="fused")
-    straight = RunFolder(tmp_path / "straight")
+    """Whatever its path; none, or another, also for a complete run."""
+    taught, straight = replace(config, teacher=str(teacher.path), ops="fused"), RunFolder(tmp_path / "straight")
     assert train(taught, straight).state == "complete"
     train_until(7, taught, run)
-    shutil.copy(never_stopped.best_weights, tmp_path / "teacher" / "checkpoints")
-    with pytest.raises(UserError, match="was made with another teacher"):
-        train(taught, run)
-    shutil.copy(teacher.best_weights, tmp_path / "teacher" / "checkpoints")
-    require_completed(taught, run, straight)
+    shutil.copytree(teacher.path, tmp_path / "moved")
+    other = replace(taught, teacher=str(tmp_path / "moved"))
+    shutil.copy(never_stopped.best_weights, tmp_path / "moved" / "checkpoints")
+    for changed, folder in itertools.product((other, replace(taught, teacher=None)), (run, straight)):
+        with pytest.raises(UserError, match=r"made with other settings: teacher \([0-9a-f]{12} there"):
+            train(changed, folder)
+    shutil.copy(teacher.best_weights, tmp_path / "moved" / "checkpoints")
+    require_completed(other, run, straight)
 
 
 def test_a_teacher_that_does_not_fit_is_refused(config, run, teacher, tmp_path):
     train(replace(config, model__context_length=8, steps=1), tmp_path / "short")
     train_until(5, config, RunFolder(tmp_path / "stopped"))
+    (tmp_path / "loop").symlink_to("loop")
+    shutil.copytree(teacher.path, tmp_path / "damaged")
+    (tmp_path / "damaged" / "status.json").write_text("complete?")
     taught = replace(config, teacher=str(teacher.path))
     for changes, message in (
         ({"teacher": str(tmp_path)}, "There are no weights"),
-        ({"teacher": str(run.path)}, "train in another run folder"),
-        ({"teacher": str(tmp_path / "short")}, "has a context of 8 tokens"),
+        ({"teacher": str(tmp_path / "loop")}, "There are no weights"),
+        ({"teacher": str(tmp_path / "short")}, "has a context of less than 16 tokens"),
         ({"teacher": str(tmp_path / "stopped")}, "is not complete: interrupted"),
         ({"evaluate_on": "dev"}, "has read dev"),
-        ({"model__vocab_size": 999}, r"vocab_size \("),
+        ({"evaluate_on": "dev", "teacher": None, "init_from": str(tmp_path / "stopped")}, "has read dev"),
+        ({"model__vocab_size": 999}, "has another tokenizer or vocab_size"),
+        ({"teacher": str(tmp_path / "damaged")}, "cannot be read as JSON"),
     ):
         with pytest.raises(UserError, match=message):
             train(replace(taught, **changes), run)
+    itself = replace(taught, teacher=str(tmp_path / "stopped"))
+    with pytest.raises(UserError, match="train in another run folder"):
+        train(itself, itself.teacher)
     with pytest.raises(UserError, match="teacher_share must be from 0 to 1"):
         replace(taught, teacher_share=1.5)
-    with pytest.raises(UserError, match="has another tokenizer"):
-        lmcore.run.require_other_runs(taught, run, "another")
+    other = types.SimpleNamespace(fingerprint="", tokenizer=types.SimpleNamespace(fingerprint="another"))
+    with pytest.raises(UserError, match="has another tokenizer or vocab_size"):
+        lmcore.run.require_other_runs(taught, run, other)
     reason = FusedStep.uncovered(replace(taught, ops="fused", precision="fp16"), 1)
     assert reason == "precision=fp16"
     assert not run.path.exists()

@@ -28,7 +28,7 @@ SPLITS = 8
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """As `lmcore.fast.support` says it of training, but without a backward pass; norms and RoPE alone."""
+    """As `lmcore.fast.support` says it of training, but without a backward pass; with RoPE alone."""
     found = [unsupported_in_training(config, precision_of(dtype))]
     found += ["position=none"] if config.position == "none" else []
     found += [f"norm_eps={config.norm_eps}"] * (config.norm_eps != ops.EPS)

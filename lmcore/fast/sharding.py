@@ -100,23 +100,23 @@ class Exchange:
 
 
 def coalesced(collective: Callable[..., dist.Work], pairs: Iterable[tuple[Tensor, Tensor]], *how: Any) -> Message:
-    """Begins a collective for each pair of tensors, all in one message: many small ones would not fill the network.
+    """Begins a collective for each pair of tensors, with NCCL in one message: many small ones do not fill a network.
 
     `_coalescing_manager` has no public name in PyTorch 2.11 to 2.13.
     """
     together = dist.get_backend() == "nccl"  # gloo's form of it ended in crashes in about one of fifty short runs
     with dist._coalescing_manager(async_ops=True) if together else nullcontext(Message()) as message:
         works = [collective(*pair, *how, async_op=True) for pair in pairs]
-    message.works += [] if together else works
+    message.works = message.works or works  # the one of all, or each of them
     return message
 
 
 class Shards:
     """The messages of a step of `transformer`, of whose matrices each of `ranks` has its rows alone.
 
-    Weights of a part are cast and gathered, in one message, while the two parts before it, in the direction of the
-    pass, are computed; those of a layer once more in the backward pass, unless they are still there. Whole gradients of
-    a part leave, in one message as well, as soon as they are final.
+    Weights of a part are cast and gathered while the two parts before it, in the direction of the pass, are computed;
+    those of a layer once more in the backward pass, unless they are still there. Whole gradients of a part leave as
+    soon as they are final.
     """
 
     def __init__(self, transformer: FusedTransformer, ranks: int):

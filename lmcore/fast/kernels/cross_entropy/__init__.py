@@ -106,12 +106,12 @@ def linear_cross_entropy_loss(
 @by_triton
 def softmax_gradient(
     logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int,
-    scale: float | None, taught: Float[Tensor, "n columns_teacher"] | None = None, share: float = 0.0,
+    scale: float | None, teacher: Float[Tensor, "n columns_teacher"] | None = None, share: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes each row's cross-entropy into `losses`, and (p - onehot(target)) * scale over the logits.
 
     Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay. With
-    the logits of a teacher, `taught`, (1 - share) onehot(target) + share softmax(taught) takes the place of the onehot.
+    the logits of a `teacher`, (1 - share) onehot(target) + share softmax(teacher) takes the place of the onehot.
     """
     shifted = at_least_float32(logits[:, :num_rows])
     shifted = shifted - shifted.amax(dim=-1, keepdim=True)
@@ -120,8 +120,8 @@ def softmax_gradient(
     torch.sub(totals.log(), shifted.gather(-1, targets.unsqueeze(-1)), out=losses.unsqueeze(-1))
     if scale is not None:
         gradient = exponentials.mul_(scale / totals)
-        if taught is not None:
-            gradient.sub_(at_least_float32(taught[:, :num_rows]).softmax(dim=-1), alpha=scale * share)
+        if teacher is not None:
+            gradient.sub_(at_least_float32(teacher[:, :num_rows]).softmax(dim=-1), alpha=scale * share)
         gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale * (1 - share)))
         logits[:, :num_rows] = gradient
         logits[:, num_rows:] = 0
@@ -157,7 +157,7 @@ def _chunks(
     size = chunk_rows or default_chunk_rows(n, row_bytes, memory if lesson is None else memory // 2)
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), len(weight))
-    taught = None if lesson is None else x.new_empty(len(buffer), len(lesson.weight))
+    teacher = None if lesson is None else x.new_empty(len(buffer), len(lesson.weight))
     total, scale = None, None if dx is None else 1 / n
     if dx is not None:
         dtype = weight.dtype if size >= n else losses.dtype
@@ -170,7 +170,7 @@ def _chunks(
         if lesson is None:
             softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
         else:
-            predicted = torch.mm(lesson.x[part], lesson.weight.t(), out=taught[: len(logits)])
+            predicted = torch.mm(lesson.x[part], lesson.weight.t(), out=teacher[: len(logits)])
             softmax_gradient(logits, targets[part], losses[part], num_rows, scale, predicted, lesson.share)
         if total is not None:
             torch.mm(logits, weight, out=dx[part])

@@ -55,12 +55,12 @@ def totals(
 
 @triton.jit
 def softmax_kernel(
-    logits, targets, losses, num_rows, columns, stride, scale, taught, taught_stride, share,
-    GRADIENT: tl.constexpr, TAUGHT: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, UNROLL: tl.constexpr,
+    logits, targets, losses, num_rows, columns, stride, scale, teacher, teacher_stride, share,
+    GRADIENT: tl.constexpr, TEACHER: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i. Every lane keeps the maximum and the sum of its own columns until the row is read."""
     i = tl.program_id(0).to(tl.int64)
-    row, taught_row = logits + i * stride, taught + i * taught_stride
+    row, teacher_row = logits + i * stride, teacher + i * teacher_stride
     target = tl.load(targets + i)
     known = (target >= 0) & (target < num_rows)
     x_target = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
@@ -70,39 +70,39 @@ def softmax_kernel(
     tl.store(losses + i, tl.log2(sum_of_all) * LN_2 - (x_target - highest))
     if GRADIENT:
         factor = scale / sum_of_all
-        if TAUGHT:
-            taught_highest, taught_sum = totals(taught_row, lanes, whole, num_rows, num_rows, True, LANES, WIDE, UNROLL)
-            taught_factor = scale * share / taught_sum
+        if TEACHER:
+            teacher_max, teacher_sum = totals(teacher_row, lanes, whole, num_rows, num_rows, True, LANES, WIDE, UNROLL)
+            teacher_factor = scale * share / teacher_sum
         for start in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
             p = tl.exp2((read(row, start + lanes, num_rows, columns, False, False) - highest) * LOG2_E) * factor
-            if TAUGHT:
-                x = read(taught_row, start + lanes, num_rows, num_rows, False, False)
-                p -= tl.exp2((x - taught_highest) * LOG2_E) * taught_factor
+            if TEACHER:
+                x = read(teacher_row, start + lanes, num_rows, num_rows, False, False)
+                p -= tl.exp2((x - teacher_max) * LOG2_E) * teacher_factor
             tl.store(row + start + lanes, p.to(logits.dtype.element_ty))
         for start in range(whole, columns, LANES * WIDE):
             at = start + lanes
             p = tl.exp2((read(row, at, num_rows, columns, True, False) - highest) * LOG2_E) * factor
-            if TAUGHT:
-                x = read(taught_row, at, num_rows, num_rows, True, False)
-                p -= tl.exp2((x - taught_highest) * LOG2_E) * taught_factor
+            if TEACHER:
+                x = read(teacher_row, at, num_rows, num_rows, True, False)
+                p -= tl.exp2((x - teacher_max) * LOG2_E) * teacher_factor
             tl.store(row + at, p.to(logits.dtype.element_ty), mask=at < columns)
         tl.debug_barrier()  # the target's column is written once more
         gradient = tl.exp2((x_target - highest) * LOG2_E) * factor - scale * (1 - share)
-        if TAUGHT:
-            x = tl.load(taught_row + target, mask=known, other=0.0).to(tl.float32)
-            gradient -= tl.exp2((x - taught_highest) * LOG2_E) * taught_factor
+        if TEACHER:
+            x = tl.load(teacher_row + target, mask=known, other=0.0).to(tl.float32)
+            gradient -= tl.exp2((x - teacher_max) * LOG2_E) * teacher_factor
         tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=known)
 
 
 def softmax_gradient(
     logits: Tensor, targets: Tensor, losses: Tensor, num_rows: int, scale: float | None,
-    taught: Tensor | None = None, share: float = 0.0,
+    teacher: Tensor | None = None, share: float = 0.0,
 ) -> None:  # fmt: skip
     """As the package's `softmax_gradient`; a target outside of the vocabulary makes its loss NaN."""
     n, columns = logits.shape
     lanes, warps, unroll = next(tuned for least, tuned in TUNED if columns >= least)
     softmax_kernel[(n,)](
         logits, targets, losses, num_rows, columns, logits.stride(0), scale or 0.0,
-        *((logits, 0, 0.0) if taught is None else (taught, taught.stride(0), share)),
-        GRADIENT=scale is not None, TAUGHT=taught is not None, LANES=lanes, WIDE=8, UNROLL=unroll, num_warps=warps,
+        *((logits, 0, 0.0) if teacher is None else (teacher, teacher.stride(0), share)),
+        GRADIENT=scale is not None, TEACHER=teacher is not None, LANES=lanes, WIDE=8, UNROLL=unroll, num_warps=warps,
     )  # fmt: skip
