@@ -135,8 +135,8 @@ class TrainConfig:
     init_from: str | None = None
     """Run folder whose best weights the run begins with, such as an imported model; None: drawn at random."""
     teacher: str | None = None
-    """Run folder of another model: its best weights predict every next token, and these probabilities are learned
-    beside the tokens themselves (knowledge distillation, Hinton et al. 2015). Every rank holds all of it."""
+    """A complete run with this tokenizer and at least this context: its best weights predict every next token, and this
+    is learned beside the tokens (knowledge distillation, Hinton et al. 2015). Every rank holds all of it."""
     teacher_share: float = 0.6
     """Weight of the teacher's probabilities in what is learned; the tokens have the rest."""
     batch_size: int = 32
@@ -157,17 +157,17 @@ class TrainConfig:
     """Weight of the mean of log(Z)^2 beside the loss, Z the softmax's normalizer (Chowdhery et al. 2022, section 5)."""
     checkpoint_interval: int = 500
     keep_checkpoints: int = 2
-    """Latest checkpoints kept, besides the best by validation loss."""
+    """Latest checkpoints kept, besides the weights of the lowest validation loss."""
     checkpoints: Literal["whole", "sharded"] = "whole"
     """whole: one file; sharded: a folder to which each process writes its part. Both load on any number of them."""
     keep_weights: bool = True
     """False: of a complete run only the metrics stay, as for a sweep of many runs."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """What gets every metrics line, too; each is an extra of its name. Its failure is a warning, the run goes on."""
+    """What gets every metrics line, too; each is an extra of its name. If it fails, a run continues with a warning."""
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     ops: Literal["plain", "fused"] = "plain"
-    """plain: PyTorch's operations and autograd; fused: our kernels in an explicit step, where they cover the model."""
+    """plain: PyTorch's operations and autograd; fused: our kernels in an explicit step, where they cover the run."""
     compile: bool = False
     """torch.compile, for what runs as plain operations."""
     strategy: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
@@ -188,7 +188,7 @@ class TrainConfig:
         obstacles = {
             "optimizer.name=muon, which needs whole matrices": sharded and self.optimizer.name == "muon",
             "precision=fp16, whose loss scaling needs whole gradients": sharded and self.precision == "fp16",
-            "compile": ours and self.compile,
+            "compile with ops=plain": ours and self.compile and self.ops == "plain",
             f"model.checkpoint_every={every} with ops=plain": ours and every is not None and self.ops == "plain",
         }
         for obstacle, present in obstacles.items():
@@ -211,7 +211,7 @@ class GenerateConfig:
     seed: int = 0
     kv_cache: bool = True
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 are mixed precision by autocast, for the fused decoder the type of its weights."""
+    """bf16 and fp16 are mixed precision by autocast; bf16 is also a type of the fused decoder's weights."""
     ops: Literal["plain", "fused"] = "plain"
     """plain: the model as it is; fused: our decoding kernels with a static cache, where they cover the model."""
 

@@ -39,6 +39,7 @@ class AsyncMetrics:
             return
         self.steps = [(step, lr) for step, lr, _, _ in self.pushed]
         values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pushed])
+        values = values if values.is_cuda else values.cpu()  # Metal has no float64
         self.values = self.mean(values.double())  # exact: a sum depends neither on its order nor on how many go at once
         self.pushed = []
         if self.values.is_cuda:

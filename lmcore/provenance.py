@@ -80,7 +80,7 @@ def command_line() -> str:
             return f"notebook {Path(session).stem}"
         with contextlib.suppress(psutil.Error):
             words = psutil.Process(os.getppid()).cmdline()
-        words = [*dropwhile(lambda word: word == "-m" or Path(word).name.startswith("python"), words)]
+        words = [*dropwhile(lambda word: word == "-m" or Path(word).name.startswith("python"), words)] or words
     program = Path(words[0])
     name = shown(words[0]) if program.suffix == ".py" else program.name
     return shlex.join([program.parent.name if program.name == "__main__.py" else name, *map(shown, words[1:])])
@@ -105,8 +105,8 @@ def version(package: str) -> str | None:
     return None
 
 
-def environment() -> dict[str, Any]:
-    """Machine, versions, code and command: what a result should carry. "torch" and what follows are PyTorch's own."""
+def environment(device: Any = None) -> dict[str, Any]:
+    """Machine, `device` (None: its best), versions, code and command: what a result should carry."""
     import torch
 
     from lmcore.device import device_name, select_device
@@ -119,7 +119,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "device": device_name(select_device()[0]),
+        "device": device_name(device or select_device()[0]),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": drivers.splitlines()[0].strip() if drivers else None,
         "platform": f"{platform.system()} {platform.machine()}",

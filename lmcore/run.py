@@ -90,6 +90,11 @@ class RunFolder:
         imported = self.tokenizer_folder.is_dir()
         return Tokenizer.load(self.tokenizer_folder) if imported else open_data(self.config().data).tokenizer
 
+    def tokenizer_fingerprint(self) -> str | None:
+        """Fingerprint of the tokenizer that the weights go with; None of an imported model that has none."""
+        noted = self.first_start().get("data", {}).get("tokenizer_fingerprint")
+        return self.tokenizer().fingerprint if self.tokenizer_folder.is_dir() else noted
+
     def begin(self, config: TrainConfig, environment: dict[str, Any]) -> RunResult | None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
 
@@ -247,8 +252,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def require_other_runs(config: TrainConfig, run: RunFolder, data: "PreparedData") -> None:
     """Raises `UserError` unless the runs that `config` names are others than this one, with weights that fit.
 
-    None has read `dev` where that is evaluated. Those to begin with (`init_from`) are of this model; a teacher is
-    complete, with the tokenizer of `data` and at least the context. A complete run needs neither any more.
+    They have the tokenizer of `data`, and have not read `dev` where that is evaluated. Those to begin with
+    (`init_from`) are of this model; a teacher is complete, with at least the context. A complete run needs neither.
     """
     from lmcore.checkpoint import require_same
 
@@ -265,15 +270,16 @@ def require_other_runs(config: TrainConfig, run: RunFolder, data: "PreparedData"
         trained, first = source.config(), source.first_start()
         read = "dev" == config.evaluate_on != trained.evaluate_on and first.get("data_fingerprint") == data.fingerprint
         require(not read, f"The run {named} has read dev, on which this one is evaluated; train it on dev, too.")
+        known, ours = source.tokenizer_fingerprint(), data.tokenizer.fingerprint
         if setting == "init_from":
+            require(known in (None, ours), f"The run {named} has another tokenizer than the data in {config.data}.")
             free = ("context_length", "dropout", "embedding_init_std", "attention", "checkpoint_every")
             require_same(to_dict(trained.model) | {name: here[name] for name in free}, here, str(source.path))
             continue
         state, theirs, least = source.status()["state"], trained.model, config.model.context_length
         require(state in ("complete", "new"), f"The teacher {named} is not complete: {state}.")
         require(theirs.context_length >= least, f"The teacher {named} has a context of less than {least} tokens.")
-        known = first.get("data", {}).get("tokenizer_fingerprint") or source.tokenizer().fingerprint
-        same = known == data.tokenizer.fingerprint and theirs.vocab_size == config.model.vocab_size
+        same = known == ours and theirs.vocab_size == config.model.vocab_size
         require(
             same, f"The teacher {named} has another tokenizer or vocab_size than this run, which reads {config.data}."
         )

@@ -51,8 +51,9 @@ class PlainStep:
     @staticmethod
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
         """What of a configuration this step does not cover; None: nothing."""
-        recomputes = config.model.checkpoint_every is not None
-        return "model.checkpoint_every" if ranks > 1 and config.strategy == "fsdp" and recomputes else None
+        lacking = {"model.checkpoint_every": config.model.checkpoint_every is not None, "compile": config.compile}
+        divided = ranks > 1 and config.strategy == "fsdp"
+        return ", ".join(name for name, asked in lacking.items() if asked and divided) or None
 
     def loss(self, inputs: Tensor, targets: Tensor, learns: bool = False) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized where the model `learns`;

@@ -91,7 +91,7 @@ def _train(
         with stop.raises():
             lacking = lack_of_memory(config, device, ranks)
             notes = {"data_fingerprint": data.fingerprint, "data": data.manifest, "ranks": ranks.size}
-            if (ended := ranks.of_first(lambda: run.begin(config, environment() | notes))) is not None:
+            if (ended := ranks.of_first(lambda: run.begin(config, environment(device) | notes))) is not None:
                 return ended
         if lacking is not None:
             ranks.of_first(lambda: note_out_of_memory(run, lacking))

@@ -140,6 +140,15 @@ def test_ctrl_c_has_no_traceback(monkeypatch, capsys, embedded_data):
     assert capsys.readouterr().err == "lmcore: stopped.\n"
 
 
+def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):
+    def unreadable(*_, **__):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr("lmcore.data.open_data", unreadable)
+    assert cli.main(["data", "info", str(tmp_path)]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err == f"lmcore: Permission denied ({tmp_path}).\n"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_to_a_full_disk_and_to_a_reader_that_has_seen_enough(embedded_data):
     with open("/dev/full", "w") as full:

@@ -114,6 +114,12 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(corpus, p
             prepare(source, BYTES, prepared.folder, config, progress=False)
 
 
+def test_a_folder_named_like_the_tokenizers_is_not_replaced(corpus, tmp_path):
+    (tmp_path / "mine" / "tokenizer").mkdir(parents=True)
+    with pytest.raises(UserError, match="is of no corpus and would be replaced: choose another folder"):
+        prepare(corpus, BYTES, tmp_path / "mine", progress=False)
+
+
 def other_id(folder):
     """A change that keeps the size."""
     ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)

@@ -83,3 +83,5 @@ def test_the_command_prints_what_evaluate_finds(tmp_path, tiny_run, capsys):
     said = capsys.readouterr().out
     assert f"loss {result.valid_loss:.4f} nats per token" in said
     assert "word perplexity" in said
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--split", "dev"]) == 0
+    assert "run on dev, which it has read: loss" in capsys.readouterr().out

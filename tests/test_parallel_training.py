@@ -110,7 +110,7 @@ CASES = [
     ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"teacher": "alone", "optimizer__max_grad_norm": 0.3}),
     ("ddp", "whole", 2, "none", 1, EXPLICIT | TIED | {"optimizer__name": "muon"}),
     ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__num_layers": 4}),
-    ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301}),
+    ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301, "compile": True}),
     ("fsdp", "sharded", 2, "fsdp", 3, EXPLICIT | TIED | {"model__num_layers": 4, "model__checkpoint_every": 1}),
 ]
 
@@ -233,7 +233,7 @@ def test_what_a_strategy_does_not_cover(data):
     for strategy, changes, what in (
         ("fsdp", {"optimizer__name": "muon"}, "optimizer.name=muon, which needs whole matrices"),
         ("torch-fsdp2", {"precision": "fp16"}, "precision=fp16, whose loss scaling needs whole gradients"),
-        ("fsdp", {"compile": True}, "compile"),
+        ("fsdp", {"compile": True}, "compile with ops=plain"),
         ("fsdp", {"model__checkpoint_every": 1}, "model.checkpoint_every=1 with ops=plain"),
     ):
         with pytest.raises(UserError, match=f"^strategy={strategy} does not cover {what}; choose another --strategy.$"):

@@ -82,6 +82,7 @@ def test_the_command_in_a_kernel(monkeypatch):
     for parent, expected in (
         ("/venv/bin/python3 /venv/bin/papermill 4.ipynb /tmp/x.ipynb -p a b", "papermill 4.ipynb .../x.ipynb -p a b"),
         ("python -m papermill 4.ipynb", "papermill 4.ipynb"),
+        ("python", "python"),
     ):
         process = types.SimpleNamespace(cmdline=parent.split)
         monkeypatch.setattr(provenance.psutil, "Process", lambda _, process=process: process)

@@ -96,6 +96,9 @@ def test_special_tokens_get_the_next_ids():
     assert (tokenizer.vocab_size, len(vocab)) == (258, 256)
     with pytest.raises(UserError, match=r"no token <\|endoftext\|>"):
         tokenizer.eot_id  # noqa: B018
+    for damaged in ([[]], [{}], ["\ud800"], [""]):
+        with pytest.raises(UserError, match="must be a non-empty string of whole characters"):
+            Tokenizer(vocab, [], damaged)
 
 
 def test_vocabulary_without_all_bytes():

@@ -563,8 +563,9 @@ def test_a_teacher_that_does_not_fit_is_refused(config, run, teacher, tmp_path):
     with pytest.raises(UserError, match="teacher_share must be from 0 to 1"):
         replace(taught, teacher_share=1.5)
     other = types.SimpleNamespace(fingerprint="", tokenizer=types.SimpleNamespace(fingerprint="another"))
-    with pytest.raises(UserError, match="has another tokenizer or vocab_size"):
-        lmcore.run.require_other_runs(taught, run, other)
+    for changed in (taught, replace(config, init_from=str(tmp_path / "stopped"))):
+        with pytest.raises(UserError, match="has another tokenizer"):
+            lmcore.run.require_other_runs(changed, run, other)
     reason = FusedStep.uncovered(replace(taught, ops="fused", precision="fp16"), 1)
     assert reason == "precision=fp16"
     assert not run.path.exists()

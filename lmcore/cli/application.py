@@ -120,14 +120,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lmcore", applicati
         return EXIT_OUT_OF_MEMORY
     except OSError as error:
         piped = isinstance(error, BrokenPipeError)  # the reader, such as head, has seen enough
-        if not piped and error.errno not in NO_ROOM:
+        if not piped and error.errno not in NO_ROOM and error.filename is None:
             raise
         with contextlib.suppress(OSError):  # what standard output still holds goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if piped:
             return EXIT_FAILURE
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"{prog}: {error.strerror}{where}: make room, or write elsewhere.", file=sys.stderr)
+        where = f" ({error.filename})" * bool(error.filename)
+        remedy = ": make room, or write elsewhere" * (error.errno in NO_ROOM)
+        print(f"{prog}: {error.strerror}{printable(where)}{remedy}.", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt as error:
         print(f"{prog}: stopped.", file=sys.stderr)

@@ -141,11 +141,16 @@ def evaluate(
 
     folder, (place, _) = RunFolder(run), select_device(device)
     corpus = open_data(data or folder.config().data)
+    same = folder.tokenizer_fingerprint() in (None, corpus.tokenizer.fingerprint)
+    require(same, f"The run {run} has another tokenizer than the data in {corpus.folder}.")
+    learned = split == "dev" != folder.config().evaluate_on
+    learned = learned and folder.first_start().get("data_fingerprint") == corpus.fingerprint
     found = evaluate(load_model(folder.best_weights, place), corpus, split, device=place)
     print(
-        f"{run} on {split}: loss {found.loss:.4f} nats per token (perplexity {found.perplexity:.2f}), accuracy "
-        f"{found.accuracy:.1%}, {found.loss_per_byte:.4f} nats per byte, word perplexity {found.word_perplexity:.2f}; "
-        f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.words:,} words."
+        f"{run} on {split}{', which it has read' * learned}: loss {found.loss:.4f} nats per token (perplexity "
+        f"{found.perplexity:.2f}), accuracy {found.accuracy:.1%}, {found.loss_per_byte:.4f} nats per byte, "
+        f"word perplexity {found.word_perplexity:.2f}; {found.tokens:,} tokens, {found.bytes:,} bytes, "
+        f"{found.words:,} words."
     )
     return 0
 

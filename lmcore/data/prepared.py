@@ -193,14 +193,17 @@ def prepare(
     source and tokenizer already is reused; another prepared corpus there is replaced once the new one is complete.
     Raises `UserError`.
     """
-    corpus = open_corpus(source, config, progress=progress)
     later = tokenizer == "gpt2" or str(tokenizer).startswith("bpe:")  # downloaded or trained only if it is needed
     if not isinstance(tokenizer, Tokenizer) and not later:
         tokenizer = load_tokenizer(tokenizer)
+    corpus = open_corpus(source, config, progress=progress)
     named = tokenizer.fingerprint if isinstance(tokenizer, Tokenizer) else str(tokenizer)
     request = {"source": corpus.describe(), "tokenizer": named}
     digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
     folder = Path(out_folder or f"data/{short_name(source)}-{digest[:8]}")
+    taken = folder / TOKENIZER_FOLDER
+    ours = not taken.exists() or (folder / MANIFEST).exists() or bin_path(folder, "train").exists()
+    require(ours, f"{taken} is of no corpus and would be replaced: choose another folder.")
     data = open_if_same(folder, request)
     if data is None:
         try:

@@ -39,12 +39,13 @@ _LAST_BOUNDARY = regex.compile(r"(?r)(?<=\S)\s|(?<=\p{L})[^\p{L}]|(?<=\p{N})[^\p
 
 
 def check_special_tokens(special_tokens: Iterable[str] | None) -> list[str]:
-    """The special tokens without repetition. Raises `UserError` if one is empty or is not a string."""
+    """The special tokens without repetition. Raises `UserError` if one is empty or is no text."""
     require(not isinstance(special_tokens, str), f"special_tokens must be a list of strings, not {special_tokens!r}.")
-    tokens = list(dict.fromkeys(special_tokens or ()))
+    tokens = list(special_tokens or ())
     for token in tokens:
-        require(isinstance(token, str) and token != "", f"A special token must be a non-empty string, not {token!r}.")
-    return tokens
+        sound = isinstance(token, str) and token != "" and token.encode(errors="ignore").decode() == token
+        require(sound, f"A special token must be a non-empty string of whole characters, not {token!r}.")
+    return list(dict.fromkeys(tokens))
 
 
 def special_pattern(special_tokens: Sequence[str]) -> re.Pattern | None:

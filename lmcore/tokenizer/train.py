@@ -35,7 +35,7 @@ def train_bpe(
     *,
     num_workers: int | None = None,
 ) -> tuple[dict[int, bytes], Merges]:
-    """Trains a tokenizer on one or several UTF-8 files, plain or `.gz`.
+    """Trains a tokenizer on one or several UTF-8 files (`lmcore.text`: compressed ones, too).
 
     vocab_size: ids in all: 256 bytes, merged tokens and special tokens. A text with too few pairs ends sooner, which a
     line on stderr says.

@@ -45,7 +45,7 @@ def sweep(
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
-    """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: a notebook lacks.
+    """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: one is missing.
 
     Args:
         out: The workbook's folder.
