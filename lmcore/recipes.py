@@ -51,11 +51,11 @@ TEN_MINUTES = replace(  # some seven minutes of one H200: 46 passes over 7.8 mil
 
 # At GPT-2's vocabulary twelve layers with tied embeddings have the handout's number of parameters. They memorize such
 # a corpus soon, so they learn from a teacher, too: `--teacher` and the run folder of the second recipe. Both together
-# take seven to eight minutes of an H200 (results/h200/README.md); each evaluates once, at its end.
+# take seven to eight minutes of an H200 (results/h200/README.md).
 DEEP = replace(
-    TEN_MINUTES, model__num_layers=12, steps=15_000, eval_interval=15_000, checkpoint_interval=7500, keep_checkpoints=1
+    TEN_MINUTES, model__num_layers=12, steps=15_000, eval_interval=1500, checkpoint_interval=7500, keep_checkpoints=1
 )
-TEACHER = replace(DEEP, model__num_layers=8, steps=5500, eval_interval=5500, checkpoint_interval=5500)
+TEACHER = replace(DEEP, model__num_layers=8, steps=5500, eval_interval=1375, checkpoint_interval=5500)
 
 LEADERBOARD = replace(  # CSE599-O A1 section 7.5: OpenWebText, for 1.5 hours on one H100
     HANDOUT,
