@@ -1,9 +1,13 @@
+from pathlib import Path
+
+import numpy as np
 import pandas as pd
 import pytest
 
 from lmcore.errors import UserError
 from workbook.report.results import Results, read_results
 
+RECORDS = Path(__file__).parents[1] / "results" / "h200"
 MEASURED = pd.DataFrame({"size": ["small", "large"], "learning_rate": [1e-3, 1e-2], "seconds": [0.5, 2.0]})
 
 
@@ -50,3 +54,16 @@ def test_rows_of_several_commits_are_told_where_they_are_read(tmp_path, monkeypa
     Results(tmp_path / "here", tmp_path / "there" / "results").table("steps", refuse)
     (shown,) = told
     assert shown.data == "> The rows of `steps` were measured at the commits 01234567 and fedcba98."
+
+
+def test_losses_of_students_and_of_their_ensemble_follow_from_their_probabilities():
+    with np.load(RECORDS / "training_probabilities.npz") as codes:
+        nats = {name: (kept / 32.0) ** 2 for name, kept in codes.items()}
+    losses = read_results(RECORDS / "training_runs.json")[0].set_index("name")["final_valid_loss"]
+    assert {*nats} == {name for name in losses.index if name.startswith("taught")}
+    for name, found in nats.items():
+        assert found.mean() == pytest.approx(losses[name], abs=2e-4)
+    (ensemble,) = read_results(RECORDS / "training_ensemble.json")[0]["loss"]
+    assert -np.log(np.mean([np.exp(-found) for found in nats.values()], axis=0)).mean() == pytest.approx(
+        ensemble, abs=2e-4
+    )
