@@ -52,9 +52,9 @@ class AdamW(EagerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        **others: Any,
+        further: dict[str, Any] | None = None,  # what the groups of a subclass hold besides
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | others)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | (further or {}))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -102,7 +102,7 @@ class Muon(AdamW):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, momentum=momentum, orthogonalize=False)
+        super().__init__(params, lr, betas, eps, weight_decay, {"momentum": momentum, "orthogonalize": False})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -54,15 +54,15 @@ class Stack:
 class FusedMuon(FusedAdamW):
     """`lmcore.optimizer.Muon` and the clipping of gradients without a wait for the host; states are interchangeable.
 
-    Groups with `orthogonalize=True` hold matrices, which batched matmuls update; all others are `FusedAdamW`'s. For
-    parameters, gradients and `norm` see there.
+    Groups with `orthogonalize=True` hold matrices, which batched matmuls update; all else is as `FusedAdamW` has it.
     """
 
     def __init__(
         self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1, momentum: float = 0.95, max_grad_norm: float | None = None,
     ):  # fmt: skip
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, momentum=momentum, orthogonalize=False)
+        further = {"momentum": momentum, "orthogonalize": False}
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, further)
         self._orthogonal = {p for group in self.param_groups if group["orthogonalize"] for p in group["params"]}
         self._stacks: list[Stack] = []
         self._side = SideStream(self.norm.device)

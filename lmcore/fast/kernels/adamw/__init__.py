@@ -101,9 +101,9 @@ class FusedAdamW(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
-        **others: Any,
+        further: dict[str, Any] | None = None,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, **others)
+        super().__init__(params, lr, betas, eps, weight_decay, further)
         require(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be positive, not {max_grad_norm}.")
         parameters = [p for group in self.param_groups for p in group["params"]]
         kinds = {f"{p.dtype} on {p.device}" for p in parameters}
