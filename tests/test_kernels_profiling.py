@@ -35,6 +35,23 @@ def test_attention_by_size():
     assert 2 * scores < rows[1]["saved_bytes"] < 2.2 * scores
 
 
+def test_a_pass_that_runs_out_of_memory_leaves_what_was_measured_before_it(monkeypatch):
+    grad = torch.autograd.grad
+
+    def backward(outputs, inputs, *arguments, **options):
+        if inputs[0].shape[-2:] == (256, 16):
+            raise torch.OutOfMemoryError("no room")
+        return grad(outputs, inputs, *arguments, **options)
+
+    monkeypatch.setattr("torch.autograd.grad", backward)
+    case = workload_config("smoke", 256, batch_size=2, num_heads=1, d_model=16, steps=3)
+    rows = kernels.measure_attention_sizes(case, None)["rows"]
+    assert [row["outcome"] for row in rows] == ["complete", "out of memory"]
+    assert "backward" in rows[0]
+    assert rows[1]["forward"] > 0
+    assert not {"both", "backward"} & {*rows[1]}
+
+
 def test_the_least_work_of_attention_and_the_two_ways_of_every_case():
     layer = kernels.attention((2, 12, 512, 64), torch.float32, "meta")
     assert (layer.least_bytes, layer.flops) == (4 * 2 * 512 * 768 * 4, 2 * 2 * 2 * 768 * 512 * 513 // 2)

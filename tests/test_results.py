@@ -57,13 +57,11 @@ def test_rows_of_several_commits_are_told_where_they_are_read(tmp_path, monkeypa
 
 
 def test_losses_of_students_and_of_their_ensemble_follow_from_their_probabilities():
-    with np.load(RECORDS / "training_probabilities.npz") as codes:
-        nats = {name: (kept / 32.0) ** 2 for name, kept in codes.items()}
+    codes = np.load(RECORDS / "training_probabilities.npz")
+    nats = {name: (codes[name] / 32.0) ** 2 for name in codes}
     losses = read_results(RECORDS / "training_runs.json")[0].set_index("name")["final_valid_loss"]
     assert {*nats} == {name for name in losses.index if name.startswith("taught")}
     for name, found in nats.items():
         assert found.mean() == pytest.approx(losses[name], abs=2e-4)
-    (ensemble,) = read_results(RECORDS / "training_ensemble.json")[0]["loss"]
-    assert -np.log(np.mean([np.exp(-found) for found in nats.values()], axis=0)).mean() == pytest.approx(
-        ensemble, abs=2e-4
-    )
+    together = -np.log(np.mean([np.exp(-found) for found in nats.values()], axis=0)).mean()
+    assert read_results(RECORDS / "training_ensemble.json")[0]["loss"].item() == pytest.approx(together, abs=2e-4)

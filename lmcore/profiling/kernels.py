@@ -4,7 +4,8 @@ Timings, errors and counts of bytes all go through these cases.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -224,19 +225,21 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
     """Causal attention with one head of every size from `SMALLEST` to the case's, by powers of two (CS336 A2).
 
     Each pass is timed `config.steps` times or more. The result holds `device` and `rows`: `context`, `head_size`,
-    `outcome`, `reason`, median seconds of `forward`, `backward` and `both`, `saved_bytes`, what a forward pass
-    leaves in memory for the backward pass, and `device_bytes`, the memory of the GPU (None off CUDA).
+    `outcome`, `reason`, median seconds of `forward`, `both` and `backward`, `saved_bytes`, what a forward pass
+    leaves in memory for the backward pass, and `device_bytes`, the memory of the GPU (None off CUDA). What comes after
+    a pass that runs out of memory is missing.
     """
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
     torch._functorch.config.donated_buffer = False  # a compiled backward pass is to run more than once
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     timer, (length, width), rows = Timer(device), SMALLEST, []
-    passes((config.batch_size, 1, length, width), config, timer)  # the first times of a process are longer
+    deque(passes((config.batch_size, 1, length, width), config, timer), 0)  # a process's first times are longer
     while width <= config.model.d_k:
         row = {"context": length, "head_size": width, "outcome": "complete", "reason": None, "device_bytes": capacity}
         try:
-            row |= passes((config.batch_size, 1, length, width), config, timer)
+            for name, found in passes((config.batch_size, 1, length, width), config, timer):
+                row[name] = found
         except (RuntimeError, MemoryError) as error:
             if (reason := out_of_memory_reason(error)) is None:
                 raise
@@ -250,20 +253,17 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
     return {"device": device_name(device), "rows": rows}
 
 
-def passes(shape: Sequence[int], config: WorkloadConfig, timer: Timer) -> dict[str, Any]:
-    """Seconds of attention's passes on random inputs of this shape, and the memory that lies between the two."""
+def passes(shape: Sequence[int], config: WorkloadConfig, timer: Timer) -> Iterator[tuple[str, Any]]:
+    """Names and seconds of attention's passes on random inputs of this shape, and the memory that lies between two."""
     case = attention(shape, DTYPES[config.precision], timer.device)
     run = ATTENTION[config.model.attention] or case.reference
     run = torch.compile(run, dynamic=False) if config.compile else run
     forward = partial(run, *case.inputs)
-    saved, output = call_bytes(forward, timer.device)[1], forward()  # in this order: memory for one graph at a time
-    backward = partial(torch.autograd.grad, output, case.inputs, case.gradients, retain_graph=True)
-    return {
-        "forward": timer(forward, least=config.steps),
-        "backward": timer(backward, least=config.steps),
-        "both": timer(partial(case.run, run)),
-        "saved_bytes": saved,
-    }
+    yield "saved_bytes", call_bytes(forward, timer.device)[1]
+    yield "forward", timer(forward, least=config.steps)
+    yield "both", timer(partial(case.run, run))  # while no other graph is there
+    backward = partial(torch.autograd.grad, forward(), case.inputs, case.gradients, retain_graph=True)
+    yield "backward", timer(backward, least=config.steps)
 
 
 def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
