@@ -112,7 +112,8 @@ def main(
             runs.setdefault(name, []).append(found)
             head = {"work": work, "contestant": name, "ranks": size}
             others = [row for row in result["rows"] if {key: row[key] for key in head} != head]
-            provenance = environment()
+            nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+            provenance = environment() | {"nccl": nccl}
             row = head | middle(runs[name]) | {"commit": provenance.get("git_commit")}
             result = {"toy": toy, "provenance": provenance, "rows": [*others, row]}
             if rank == 0:

@@ -35,7 +35,7 @@ REGULARIZED = replace(
 TIED = replace(REGULARIZED, model__tie_embeddings=True)
 BEST_AT_BUDGET = replace(TIED, optimizer__name="muon", optimizer__learning_rate=5e-3, optimizer__weight_decay=0.5)
 
-TEN_MINUTES = replace(  # some seven minutes of one H200: 46 passes over 7.8 million tokens
+TEN_MINUTES = replace(  # 46 passes over 7.8 million tokens
     BEST_AT_BUDGET,
     model__dropout=0.2,
     optimizer__learning_rate=4e-3,

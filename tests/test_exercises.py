@@ -38,7 +38,7 @@ OF_PROBLEMS = {
     "transformer_accounting": "xl_parameters xl_weight_gb xl_flops",
     "adamw": "adamw_step",
     "adamw_accounting": "xl_state_gb xl_activations_gb xl_batch adamw_flops xl_training_hours",
-    "adamwAccounting": "ungated_batch ungated_training_days",
+    "adamwAccounting": "short_list_batch xl_training_days",
     "learning_rate_schedule": "cosine_schedule",
     "gradient_clipping": "clip_gradients",
     "data_loading": "windows number_of_windows",

@@ -47,11 +47,14 @@ VOCABULARY = {0: b"ab", 1: b"\xc3", 2: b"\xa9", 3: b"c"}
 
 def tokenized(solution: Any, text: str) -> dict[str, Any]:
     """What a tokenizer makes of a text, and how many texts it has read when the first id of several comes."""
-    tokens = [bytes([i]) for i in range(256)] + [a + b for a, b in MERGES] + [b"<|end|>", b"<|end|><|end|>"]
-    tokenizer, read = solution(dict(enumerate(tokens)), MERGES, ["<|end|>", "<|end|><|end|>"]), []
+    merges = [*MERGES, (b"bc", b" ")]  # the last of which never applies inside a pretoken
+    tokens = [bytes([i]) for i in range(256)] + [a + b for a, b in merges] + [b"<|end|>", b"<|end|><|end|>"]
+    tokenizer, read = solution(dict(enumerate(tokens)), merges, ["<|end|>", "<|end|><|end|>"]), []
+    plain = solution(dict(enumerate(tokens)), merges, []).encode("abc")
     first = next(iter(tokenizer.encode_iterable(read.append(text) or text for _ in range(3))))
     ids = tokenizer.encode(text)
-    return {"ids": ids, "text": tokenizer.decode(ids), "first id": first, "texts read for it": len(read)}
+    found = {"ids": ids, "text": tokenizer.decode(ids), "first id": first, "texts read for it": len(read)}
+    return found | {"ids without special tokens": plain}
 
 
 XL = replace(model_config("xl", vocab_size=50_257, context_length=1024), d_ff=4288)
@@ -61,10 +64,12 @@ SCORES = 4 * 2 * XL.num_layers * XL.num_heads * XL.context_length**2
 FIXED, ONE = 16 * PARAMETERS, 4 * sum(accounting.activation_counts(XL).values())
 UPDATE = sum(accounting.ADAMW_FLOPS.values())
 
-UNGATED = replace(XL, d_ff=6400, ffn="silu")
-"""GPT-2 XL as CSE599-O counts it in `adamwAccounting`: d_ff = 4 d_model, two matrices."""
-PARAMETERS_2, FORWARD_2 = accounting.num_parameters(UNGATED), accounting.forward_flops(UNGATED)
-ONE_2 = 4 * sum(accounting.activation_counts(UNGATED).values())
+WIDE = replace(XL, d_ff=6400)
+"""CSE599-O's GPT-2 XL: d_ff = 4 d_model."""
+LISTED = replace(WIDE, ffn="silu")
+"""Has the activations that `adamwAccounting` lists."""
+PARAMETERS_2, FORWARD_2 = accounting.num_parameters(WIDE), accounting.forward_flops(WIDE)
+ONE_2 = 4 * sum(accounting.activation_counts(LISTED).values())
 
 HOURS = 3 * FORWARD * 1024 * 400_000 / (0.5 * 495e12) / 3600
 DAYS = 3 * FORWARD_2 * 1024 * 400_000 / (0.5 * 19.5e12) / (24 * 3600)
