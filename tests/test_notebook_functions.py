@@ -63,7 +63,7 @@ def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
     optimizer = AdamW(model.parameters())
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     optimizer.step()
-    memory = function("01_build", "adamw_memory", accounting=accounting)(config, 1)
+    memory = function("01_build", "adamw_memory", accounting=accounting)(config, config, 1)
     assert memory["parameters"] == sum(p.nbytes for p in model.parameters())
     assert memory["gradients"] == sum(p.grad.nbytes for p in model.parameters())
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]

@@ -47,14 +47,12 @@ VOCABULARY = {0: b"ab", 1: b"\xc3", 2: b"\xa9", 3: b"c"}
 
 def tokenized(solution: Any, text: str) -> dict[str, Any]:
     """What a tokenizer makes of a text, and how many texts it has read when the first id of several comes."""
-    merges = [*MERGES, (b"bc", b" ")]  # the last of which never applies inside a pretoken
+    merges, read = [*MERGES, (b"bc", b" ")], []  # the last of which never applies inside a pretoken
     tokens = [bytes([i]) for i in range(256)] + [a + b for a, b in merges] + [b"<|end|>", b"<|end|><|end|>"]
-    tokenizer, read = solution(dict(enumerate(tokens)), merges, ["<|end|>", "<|end|><|end|>"]), []
-    plain = solution(dict(enumerate(tokens)), merges, []).encode("abc")
+    tokenizer, plain = (solution(dict(enumerate(tokens)), merges, of) for of in (["<|end|>", "<|end|><|end|>"], []))
     first = next(iter(tokenizer.encode_iterable(read.append(text) or text for _ in range(3))))
-    ids = tokenizer.encode(text)
-    found = {"ids": ids, "text": tokenizer.decode(ids), "first id": first, "texts read for it": len(read)}
-    return found | {"ids without special tokens": plain}
+    ids = {"ids": tokenizer.encode(text), "ids without special tokens": plain.encode("abc"), "first id": first}
+    return ids | {"text": tokenizer.decode(ids["ids"]), "texts read for the first id": len(read)}
 
 
 XL = replace(model_config("xl", vocab_size=50_257, context_length=1024), d_ff=4288)
@@ -64,10 +62,8 @@ SCORES = 4 * 2 * XL.num_layers * XL.num_heads * XL.context_length**2
 FIXED, ONE = 16 * PARAMETERS, 4 * sum(accounting.activation_counts(XL).values())
 UPDATE = sum(accounting.ADAMW_FLOPS.values())
 
-WIDE = replace(XL, d_ff=6400)
-"""CSE599-O's GPT-2 XL: d_ff = 4 d_model."""
-LISTED = replace(WIDE, ffn="silu")
-"""Has the activations that `adamwAccounting` lists."""
+WIDE = replace(XL, d_ff=6400)  # CSE599-O's GPT-2 XL: d_ff = 4 d_model
+LISTED = replace(WIDE, ffn="silu")  # has the activations that `adamwAccounting` lists
 PARAMETERS_2, FORWARD_2 = accounting.num_parameters(WIDE), accounting.forward_flops(WIDE)
 ONE_2 = 4 * sum(accounting.activation_counts(LISTED).values())
 
@@ -123,14 +119,14 @@ CACHE = 2 * 48 * 1600 * 1024 * 2 / 1e6
 
 
 class Device:
-    """A clock, and a device behind it: a step is queued in 1 ms and takes 10, the first two take 50."""
+    """A clock, and a device behind it: a step is queued in 1 ms and takes 10 and more, the first two take 50."""
 
     def __init__(self) -> None:
         self.now, self.done, self.steps = 0.0, 0.0, 0
 
     def step(self) -> None:
         self.now += 0.001
-        self.done = max(self.done, self.now) + (0.05 if self.steps < 2 else 0.01)
+        self.done = max(self.done, self.now) + (0.05 if self.steps < 2 else 0.01 + 0.001 * self.steps)
         self.steps += 1
 
     def synchronize(self) -> None:
@@ -173,7 +169,7 @@ def kept(solution: Callable, blocks: list[nn.Module], x: Tensor, every: int) -> 
 def tiles() -> list[tuple]:
     begin = torch.full((3,), -math.inf), torch.zeros(3), torch.zeros(3, 2)
     first = normal(3, 4), normal(4, 2)
-    return [(begin, *first), (online_softmax(begin, *first), 3 + normal(3, 4), normal(4, 2))]
+    return [(begin, *first)] + [(online_softmax(begin, *first), by + normal(3, 4), normal(4, 2)) for by in (3, -3)]
 
 
 def launch(kernel: Any, q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool) -> dict[str, Tensor]:
@@ -183,10 +179,9 @@ def launch(kernel: Any, q: Tensor, k: Tensor, v: Tensor, block: int, causal: boo
     return {"output": output, "logsumexp": lse}
 
 
-def backward_case() -> list[tuple]:
-    q, k, v, grad = (normal(6, 4) for _ in range(4))
-    output, lse = flash_forward(q, k, v, 2, False)
-    return [(q, k, v, output, grad, lse)]
+def backward_case(*masked: bool) -> list[tuple]:
+    q, k, v, grad = (normal(7, 4) for _ in range(4))
+    return [(q, k, v, (of := flash_forward(q, k, v, 2, causal))[0], grad, of[1], causal) for causal in masked]
 
 
 FINDINGS = [([1.5, 1.6, 1.7], [1.4, 1.5, 1.6]), ([1.5, 1.51, 1.52], [1.4, 1.41, 1.42])]
@@ -244,7 +239,7 @@ ALPHA = 4.6e14 / (2 * 9e10)
 def reason(plan: dict[str, int]) -> str:
     """What keeps a plan for XXL on 1,024 H100s from 80% of their peak, by notebook 09's forecast; or "nothing"."""
     data, sharded, tensor, pipeline = (plan[name] for name in ("data", "sharded", "tensor", "pipeline"))
-    if data * sharded * tensor * pipeline != 1024:
+    if data * sharded * tensor * pipeline != 1024 or any(n != int(n) for n in plan.values()):
         return "GPUs"
     blocks, batches = math.ceil(126 / pipeline), 2048 / (data * sharded)
     weights, stream = blocks * 2 * 16_384 * 53_248 / tensor, 2 * 2048 * 16_384
