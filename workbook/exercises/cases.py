@@ -68,6 +68,7 @@ PARAMETERS_2, FORWARD_2 = accounting.num_parameters(WIDE), accounting.forward_fl
 ONE_2 = 4 * sum(accounting.activation_counts(LISTED).values())
 
 HOURS = 3 * FORWARD * 1024 * 400_000 / (0.5 * 495e12) / 3600
+CACHE = 2 * 48 * 1600 * 1024 * 2 / 1e6
 DAYS = 3 * FORWARD_2 * 1024 * 400_000 / (0.5 * 19.5e12) / (24 * 3600)
 
 
@@ -113,9 +114,6 @@ def counting(ids: list[int]) -> Tensor:
     """A model of 7 tokens whose likeliest next one depends on the whole window; 0 ends a text."""
     assert 0 < len(ids) <= 4, "the window has at most 4 ids"
     return torch.eye(7)[(3 * sum(ids) + len(ids)) % 7]
-
-
-CACHE = 2 * 48 * 1600 * 1024 * 2 / 1e6
 
 
 class Device:

@@ -148,6 +148,7 @@ def places(answer: Any) -> set[tuple[str, int]]:
 
 def difference(found: Any, expected: Any, tolerance: float) -> str | None:
     """How what was found differs from what was expected, in a sentence; None where they agree."""
+    found = found.item() if isinstance(found, np.bool_) else found
     found = found.detach().cpu() if isinstance(found, Tensor) else found
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
