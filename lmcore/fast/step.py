@@ -264,7 +264,6 @@ class FusedStep:
                 self.transformer.forward_backward(*self.batch)
             torch.cuda.set_rng_state(drawn, device)
             self.adamw.warm_up()
-        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # relaxed: other threads may go on allocating, as one that prefetches batches does
@@ -274,5 +273,6 @@ class FusedStep:
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
+        torch.cuda.synchronize(device)  # what this leaves on its streams, as a capture dropout's offset, comes before
         self.graph = graph
         self.versions = self._versions()  # without Triton the captured update counts as a write

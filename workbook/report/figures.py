@@ -38,7 +38,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.6,
 }
 
-PALETTE = ["#0072B2", "#D55E00", "#44AA99", "#5D3FD3", "#F0C000", "#882255", "#88CCEE", "#CA9161"]
+PALETTE = ["#0072B2", "#D55E00", "#44AA99", "#5D3FD3", "#F0C000", "#882255", "#88CCEE", "#CA9161", "#222222"]
 """Colors of lines and bars, in this order; no two look alike, to a color-blind reader either."""
 
 # text as paths: neither a browser nor Typst needs the font; identifiers from a fixed salt
