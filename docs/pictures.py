@@ -24,7 +24,7 @@ from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.sampling import next_token_distribution
 from workbook.report.figures import PALETTE, save_figure
 
-BLUE, ORANGE, GREEN, VIOLET, YELLOW, WINE, SKY, TAN, _ = PALETTE
+BLUE, ORANGE, GREEN, VIOLET, YELLOW, WINE, SKY, TAN = PALETTE[:8]
 INK, FAINT, GROUND, LINE = "#1d2530", "#6b7480", "#fbfbf9", "#c9ced6"
 FOLDER = Path(__file__).parents[1] / "figures" / "pictures"
 

@@ -273,6 +273,6 @@ class FusedStep:
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
-        torch.cuda.synchronize(device)  # what this leaves on its streams, as a capture dropout's offset, comes before
+        torch.cuda.synchronize(device)  # the capture's stream has dropout's offset to write, which replays read
         self.graph = graph
         self.versions = self._versions()  # without Triton the captured update counts as a write
