@@ -195,10 +195,13 @@ def all_cases() -> list[BenchmarkCase]:
           for mode, words in (("forward", "forward"), ("both", "forward + backward"))),
         BenchmarkCase("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw),
         BenchmarkCase("muon", "optimizer", "Muon, 84.9 M fp32 parameters of 12 blocks", "kernel_peers:muon", muon),
-        loss_case("loss", 768, 50_257),
-        loss_case("loss-8b", 4096, 131_072),
-        recipe_case("best-at-budget"),
-        recipe_case("ten-minutes"),
+        *(BenchmarkCase(row, "loss", f"linear + cross-entropy, 16,384 × {size:,}, d {d_model:,}, forward + backward",
+                        "kernel_peers:loss",
+                        {"rows": 16384, "d_model": d_model, "vocab_size": size, "precision": "bf16"})
+          for row, d_model, size in (("loss", 768, 50_257), ("loss-8b", 4096, 131_072))),
+        *(BenchmarkCase(f"recipe-{name}", "recipe", f"recipe {name}, full step", "steps:measure",
+                        {"recipe": name, "vocab_size": 50_257, "contestants": ["lmcore plain", OURS]})
+          for name in ("best-at-budget", "ten-minutes")),
         step_case("tinystories", 32, 256, ("HF eager", HF_BEST, PACKED, OURS)),
         step_case("tinystories", 256, 256),
         step_case("small", 4, 1024),
@@ -236,19 +239,6 @@ def attention_case(
     work = f"attention {words}, causal, head size {head_size}, {length:,} positions"
     name = f"attention-{head_size}-{length}-{mode}"
     return BenchmarkCase(name, "attention", work, "kernel_peers:attention", settings)
-
-
-def loss_case(row: str, d_model: int, vocab_size: int) -> BenchmarkCase:
-    """LM head and loss of 16,384 rows."""
-    settings = {"rows": 16384, "d_model": d_model, "vocab_size": vocab_size, "precision": "bf16"}
-    lines = f"linear + cross-entropy, 16,384 × {vocab_size:,}, d {d_model:,}, forward + backward"
-    return BenchmarkCase(row, "loss", lines, "kernel_peers:loss", settings)
-
-
-def recipe_case(name: str) -> BenchmarkCase:
-    """A full training step of a recipe, with its optimizer and dropout, at GPT-2's vocabulary."""
-    settings = {"recipe": name, "vocab_size": 50_257, "contestants": ["lmcore plain", OURS]}
-    return BenchmarkCase(f"recipe-{name}", "recipe", f"recipe {name}, full step", "steps:measure", settings)
 
 
 def step_case(

@@ -61,6 +61,7 @@ def main(
         write_json(out, result)
         for row in rows:
             found = f"{row['outcome']}: {row['reason']}" if row["median"] is None else f"{row['median']:.3f} ms"
+            found += f", {row['share']:.1%} of {row['share_of']}" if row["share"] else ""
             print(f"{case.row}: {row['contestant']}: {found}", flush=True)
     print(f"all in {out}; `python results/tables.py` makes the tables")
 

@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[1]
 def count_lines(path: Path) -> int:
     """Lines of a file, or of all files below a folder."""
     if path.is_dir():
-        return sum(count_lines(file) for file in sorted(path.rglob("*")) if file.suffix in (".py", ".ipynb"))
+        return sum(count_lines(file) for file in sorted(path.rglob("*")) if file.suffix in (".py", ".sh", ".ipynb"))
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
