@@ -424,7 +424,7 @@ def heavier() -> str:
             theirs = f"{format_bytes(least['peak_bytes'])} ({least['contestant']})"
             words = {"work": ours["work"], "lmcore": format_bytes(ours["peak_bytes"]), "the least of the peers": theirs}
             time = format_significant(least["median"] / ours["median"])
-            found.append((ours["peak_bytes"] / least["peak_bytes"], words | {"its time is ours times": time}))
+            found.append((ours["peak_bytes"] / least["peak_bytes"], words | {"its time / ours": time}))
     return markdown([words for _, words in sorted(found, key=lambda each: -each[0])])
 
 
