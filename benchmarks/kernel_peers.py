@@ -40,9 +40,8 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
         reference = kernel.run(convert=lambda x: x[0, -1].double())
     flops = kernel.flops * (1 + 2.5 * both)  # backward: five matmuls of (T, T) by (T, K) instead of two
-    ideal, options = flops / conditions.peak_rates["bf16_flops_per_second"], {"part": lambda x: x[0, -1]}
-    rates = (flops / 1e12, "TFLOP/s", ideal, "measured matmul")
-    return timed_rows(case, conditions, builders, *rates, reference=reference, **options)
+    rates = (flops / 1e12, "TFLOP/s", flops / conditions.peak_rates["bf16_flops_per_second"], "measured matmul")
+    return timed_rows(case, conditions, builders, *rates, reference=reference, part=lambda x: x[0, -1])
 
 
 def attention_by(name: str, device: torch.device) -> Callable[..., Tensor] | None:
@@ -63,45 +62,31 @@ def attention_by(name: str, device: torch.device) -> Callable[..., Tensor] | Non
 
 
 def host(case: BenchmarkCase, conditions: Conditions) -> Rows:
-    """What an eager call of causal attention, which autograd records, costs on the host: many of so little work that
-    the GPU waits, back to back; with its backward pass if the mode is both."""
+    """What an eager call of causal attention, or of the loss, which autograd records, costs on the host: many of so
+    little work that the GPU waits, back to back; with its backward pass if the mode is both."""
     device, both = torch.device(conditions.device), case.settings["mode"] == "both"
     torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    gradient = torch.randn_like(inputs[0])
+    kernel = kernels.attention((1, 2, 128, 64), torch.bfloat16, device)
+    functions = {name: partial(attention_by, name, device) for name in case.settings["contestants"]}
+    if "loss" in case.row:
+        kernel, functions = kernels.loss(128, 64, 256, torch.bfloat16, device), losses(conditions)
 
     def build(name: str) -> Contestant:
-        function = attention_by(name, device)
+        function = functions[name]()
+        if both:
+            return Contestant(partial(kernels.with_gradients, function, kernel.inputs, *kernel.gradients))
+        return Contestant(lambda: [function(*kernel.inputs).detach()])
 
-        def call() -> list[Tensor]:
-            out = function(*inputs)
-            return [out.detach(), *(torch.autograd.grad(out, inputs, gradient) if both else ())]
-
-        return Contestant(call)
-
-    builders = {name: partial(build, name) for name in case.settings["contestants"]}
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = F.scaled_dot_product_attention(*exact, is_causal=True)
-    reference = [out.detach(), *(torch.autograd.grad(out, exact, gradient.double()) if both else ())]
+    builders = {name: partial(build, name) for name in functions}
+    reference = (kernel if both else kernel.forward).run(convert=lambda x: x.double() if x.is_floating_point() else x)
     return timed_rows(case, conditions, builders, 1.0, "calls/s", None, "", alone=False, reference=reference)
 
 
-def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
-    """LM head and cross-entropy forward and backward in bf16. Peak memory is all beyond the inputs: gradients too."""
-    s = case.settings
-    torch.manual_seed(0)
-    sizes = (s["rows"], s["d_model"], s["vocab_size"])
-    kernel = kernels.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
+def losses(conditions: Conditions) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """LM head and loss by each contestant: makers of functions of activations, weight and targets."""
 
     def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets)
-
-    def part(result: Tensor) -> Tensor:
-        return result[:, :CHECKED_COLUMNS] if result.ndim == 2 else result
-
-    reference = kernel.run(convert=lambda x: x.float() if x.is_floating_point() else x)
-    options = {"reference": [part(result).clone() for result in reference], "part": part}
-    del reference
 
     def liger() -> Callable[..., Tensor]:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -114,12 +99,29 @@ def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
 
         return cut_cross_entropy
 
-    losses = {"eager": lambda: eager, "torch.compile": lambda: conditions.compiled(eager), "Liger": liger}
-    losses |= {"Cut Cross-Entropy": cut, OURS: lambda: linear_cross_entropy}
-    builders = {name: lambda make=make: Contestant(partial(kernel.run, make())) for name, make in losses.items()}
+    made = {"eager": lambda: eager, "torch.compile": lambda: conditions.compiled(eager), "Liger": liger}
+    return made | {"Cut Cross-Entropy": cut, OURS: lambda: linear_cross_entropy}
+
+
+def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
+    """LM head and cross-entropy forward and backward in bf16. Peak memory is all beyond the inputs: gradients too."""
+    s = case.settings
+    torch.manual_seed(0)
+    sizes = (s["rows"], s["d_model"], s["vocab_size"])
+    kernel = kernels.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
+
+    def part(result: Tensor) -> Tensor:
+        return result[:, :CHECKED_COLUMNS] if result.ndim == 2 else result
+
+    exact = kernel.run(convert=lambda x: x.float() if x.is_floating_point() else x)
+    reference, exact = [part(result).clone() for result in exact], None
+    builders = {
+        name: lambda make=make: Contestant(partial(kernel.run, make())) for name, make in losses(conditions).items()
+    }
     flops = 6 * s["rows"] * s["d_model"] * s["vocab_size"]
     ideal = flops / conditions.peak_rates["bf16_flops_per_second"]
-    return timed_rows(case, conditions, builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", **options)
+    rates = (flops / 1e12, "TFLOP/s", ideal, "measured matmul")
+    return timed_rows(case, conditions, builders, *rates, reference=reference, part=part)
 
 
 def shapes_of(case: BenchmarkCase) -> list[tuple[int, ...]]:

@@ -82,6 +82,21 @@ def test_warpgroups_never_overtake_their_buffers(hopper, size, device, monkeypat
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [512, 1000])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_tiles_of_keys_leave_shared_memory_before_the_next_come(hopper, size, length, device):
+    """dK and dV of thousands of tiles, of which each program takes several, repeat bit by bit; dQ but for rounding."""
+    q, k, v, do = packed(16, length, 12, size, torch.bfloat16, device)
+    o, lse = hopper.forward(q, k, v, True, torch.empty_like(q))
+    first = hopper.backward(q, k, v, o, lse, do, True, *(torch.empty_like(x) for x in (q, k, v)))
+    for _ in range(100):
+        dq, dk, dv = hopper.backward(q, k, v, o, lse, do, True, *(torch.empty_like(x) for x in (q, k, v)))
+        assert torch.equal(dk, first[1])
+        assert torch.equal(dv, first[2])
+        assert (dq - first[0]).abs().max() <= 0.01 * first[0].abs().max()
+
+
+@pytest.mark.gpu
 def test_an_order_that_is_asked_for_is_kept(hopper, deterministic, device):
     q, k, v, do = packed(2, 1024, 20, 64, torch.bfloat16, device)
     o, lse = attention_forward(q, k, v, True)

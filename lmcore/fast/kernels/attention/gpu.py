@@ -316,18 +316,23 @@ def attention_prepare_kernel(o, do, delta, sums, counter, heads, T, lse_rows, SI
     left = tile_of(o, head, offs_m, T, SIZE, D, True).to(tl.float32)
     right = tile_of(do, head, offs_m, T, SIZE, D, True).to(tl.float32)
     tl.store(delta + bh.to(tl.int64) * lse_rows + offs_m, tl.sum(left * right, 1))
-    store_tile(sums, head, offs_m, T, tl.zeros([ROWS, D], tl.float32), SIZE, D)
+    at = (bh.to(tl.int64) * lse_rows + offs_m)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(sums + at, tl.zeros([ROWS, D], tl.float32))
 
 
 @triton.jit
-def attention_finish_kernel(sums, dq, dk, angles, heads, T, scale, SIZE: tl.constexpr, D: tl.constexpr,
-                            ROWS: tl.constexpr, ROPE: tl.constexpr):
-    """dQ from the sums of its parts; ROPE: dQ and dK are rotated back, dK in place."""
+def attention_finish_kernel(sums, dq, dk, angles, heads, T, lse_rows, scale, SIZE: tl.constexpr, D: tl.constexpr,
+                            C: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
+    """dQ from sums as `hopper.add_query_gradients` leaves them; ROPE: dQ and dK are rotated back, dK in place."""
     blocks = tl.cdiv(T, ROWS)
-    offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    offs_m = first + tl.arange(0, ROWS)
     bh = tl.program_id(0) // blocks
     head = (bh // heads, bh % heads)
-    value = tile_of(sums, head, offs_m, T, SIZE, D, True) * scale
+    parts = (bh.to(tl.int64) * lse_rows + first // 64 * 64) * D + tl.arange(0, D // C) * (64 * C)
+    flat = tl.load(sums + (parts + first % 64 * C)[:, None] + tl.arange(0, ROWS * C)[None, :])
+    flat = flat.reshape([D // C, ROWS // 16, C // 8, 8, 4, 2, 2]).permute((1, 5, 3, 0, 2, 4, 6))
+    value = flat.reshape([ROWS, D]) * scale
     if ROPE:
         value = rotated_back(value, angles, offs_m, T, ROWS, SIZE, D, False)
         key = tile_of(dk, head, offs_m, T, SIZE, D, True)

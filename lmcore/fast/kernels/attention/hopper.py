@@ -7,7 +7,7 @@ one (section 3.2).
 
 Backward: a program has one tile of keys at a time. Two warpgroups of consumers keep dK and dV of half of it each in
 registers, while one producer warp copies the tiles of queries. The parts of dQ are added up in global memory, in
-float32, by TMA.
+float32, by TMA, in the order in which threads hold them, which no two of them store into one bank of shared memory.
 
 A descriptor holds a tensor's address, shape and strides; one thread asks for a tile, the tensor memory accelerator
 (TMA) copies it into shared memory and tells a barrier. What lies outside of the tensor arrives as zeros and is not
@@ -109,6 +109,16 @@ def load_both(desc, other_desc, at, other_at, full, tile, other_tile):
 def as_matrix(tile):
     """A 1 × 1 × rows × columns tile as rows × columns."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def store_tile(x, desc, at, tile):
+    """Copies a tile to global memory by way of shared memory, once the copy before has left it."""
+    tile = tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    tma.store_wait(0)
+    as_matrix(tile).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, at, tile)
 
 
 @gluon.jit
@@ -228,9 +238,7 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     if C % 2 == 1 and W == C - 1:  # odd numbers of warpgroups may leave the last 64 rows
         behind = (first + C * ROWS >= length) & (offs_m + ROWS < lse_rows)
         gl.store(lse_at + ROWS, gl.full([ROWS], float("inf"), gl.float32, layout=ROWS_S), mask=behind)
-    q.store(acc.to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [batch, head, first + W * ROWS, 0], q_s.index(W))
+    store_tile(acc, o_desc, [batch, head, first + W * ROWS, 0], q_s.index(W))
     tma.store_wait(0)
 
 
@@ -299,9 +307,9 @@ def tile_of_keys(program, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CA
 
 @gluon.jit
 def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rings, claims, work, BLOCK_M: gl.constexpr,
-                      BLOCK_N: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
-    """Loads a tile of keys and values and all tiles of queries that attend to it; then claims the next one."""
-    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty = rings
+                      BLOCK_N: gl.constexpr, ST: gl.constexpr, CLAIMS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Loads a tile of keys and values and all tiles of queries that attend to it; then may claim the next one."""
+    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, full, empty = rings
     all_heads, heads, _, length = work
     programs = gl.cdiv(length, BLOCK_N) * all_heads
     program = gl.program_id(0)
@@ -309,166 +317,158 @@ def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rin
     turn = 0
     while program < programs:
         tile, batch, head, first, count = tile_of_keys(program, work, BLOCK_M, BLOCK_N, CAUSAL)
-        own = turn % KV
         for j in range(count):
-            stage = (base + j) % ST
-            free = (((base + j) // ST) & 1) ^ 1
-            row = (first + j) * BLOCK_M
-            mbarrier.wait(q_empty.index(stage), free)
+            stage, row = (base + j) % ST, (first + j) * BLOCK_M
+            mbarrier.wait(empty.index(stage), (((base + j) // ST) & 1) ^ 1)
             at, row_at = [batch, head, row, 0], [batch * heads + head, row]
-            load_both(q_desc, lse_desc, at, row_at, q_full.index(stage), q_s.index(stage), lse_s.index(stage))
+            load_both(q_desc, lse_desc, at, row_at, full.index(stage), q_s.index(stage), lse_s.index(stage))
+            load_both(do_desc, delta_desc, at, row_at, full.index(stage), do_s.index(stage), delta_s.index(stage))
             if j == 0:
-                mbarrier.wait(kv_empty.index(own), ((turn // KV) & 1) ^ 1)
+                mbarrier.wait(kv_empty, (turn & 1) ^ 1)
                 kv_at = [batch, head, tile * BLOCK_N, 0]
-                load_both(k_desc, v_desc, kv_at, kv_at, kv_full.index(own), k_s.index(own), v_s.index(own))
-            mbarrier.wait(do_empty.index(stage), free)
-            load_both(do_desc, delta_desc, at, row_at, do_full.index(stage), do_s.index(stage), delta_s.index(stage))
+                load_both(k_desc, v_desc, kv_at, kv_at, kv_full, k_s.index(0), v_s.index(0))
         base += count
         program = programs
-        if KV > 1:
+        if CLAIMS:
             program = gl.atomic_add(claims[0], 1) + gl.num_programs(0)
             publish(claims, turn, program)
         turn += 1
 
 
 @gluon.jit
-def add_query_gradients(dq, dq_desc, dq_s, batch, head, row, W: gl.constexpr, COLUMNS: gl.constexpr):
-    """Adds this warpgroup's columns of a tile of dQ in global memory, once the copy before has left the buffer."""
+def part_of(x, i: gl.constexpr, layout: gl.constexpr):
+    """The i-th 64 columns of 64 or 128."""
+    if x.shape[1] == ROWS:
+        return x
+    else:
+        parts = x.reshape([x.shape[0], 2, ROWS]).permute((0, 2, 1)).split()
+        return gl.convert_layout(parts[i], layout)
+
+
+@gluon.jit
+def query_gradients(ds, k, zero, W: gl.constexpr):
+    """Starts dS K: of two times 64 queries those of this warpgroup, of 64 its half of the features."""
+    if ds.shape[1] > ROWS:
+        return warpgroup_mma(ds.slice(W * ROWS, ROWS, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
+    else:
+        columns = k.slice(W * zero.shape[1], zero.shape[1], 1)
+        return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_query_gradients(dq, dq_desc, row, tile, W: gl.constexpr):
+    """Adds this warpgroup's part of a tile of dQ in global memory, once the copy before has left shared memory.
+
+    In the order of registers: a warp's 16 rows after the other, then 8 columns, a thread, and its 2 rows × 2 columns.
+    """
+    C: gl.constexpr = dq.shape[1]
+    flat = dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([C // 4, 256])
     tma.store_wait(0)
-    as_matrix(dq_s.index(W)).store(dq)
+    tile.store(flat)
     fence_async_shared()
-    tma_add(dq_desc, [batch, head, row, W * COLUMNS], dq_s.index(W))
+    tma_add(dq_desc, [row + W * (C // 4), 0], tile)
 
 
 @gluon.jit
 def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, W: gl.constexpr,
-                      BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                      DEPTH: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
+                      BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
+                      ST: gl.constexpr, CLAIMS: gl.constexpr, CAUSAL: gl.constexpr):
     """Half of a tile of keys: its dK and dV stay in registers; dS goes through shared memory for dQ.
 
-    dQ of a tile of queries is computed one turn late, from the dS of both warpgroups, so that neither waits for the
-    other.
+    Scores are those of a whole tile of queries; probabilities and dS, of 64 queries at a time, fit into registers.
     """
-    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty = rings
-    ds_s, dq_s, ds_full, ds_empty, kv_done = own_rings
+    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, full, empty = rings
+    ds_s, dq_s, ds_full = own_rings
     HALF: gl.constexpr = BLOCK_N // 2
-    COLUMNS: gl.constexpr = D // 2
+    COLUMNS: gl.constexpr = D * BLOCK_M // 128
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     Q_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, A_L, 2)
-    COLS: gl.constexpr = gl.SliceLayout(0, S_L)
+    COLS: gl.constexpr = gl.SliceLayout(0, R_L)
     dtype: gl.constexpr = k_s.dtype
-    all_heads, _, _, length = work
+    all_heads, heads, _, length = work
     programs = gl.cdiv(length, BLOCK_N) * all_heads
     program = gl.program_id(0)
+    k = as_matrix(k_s.index(0))
+    k_half = k.slice(W * HALF, HALF, 0)
+    v_half = as_matrix(v_s.index(0)).slice(W * HALF, HALF, 0)
     base = 0  # tiles of queries before this tile of keys
-    filled = 0  # tiles of dS before it, of which each tile of keys has one more than tiles of queries
     turn = 0
     while program < programs:
         tile, batch, head, first, count = tile_of_keys(program, work, BLOCK_M, BLOCK_N, CAUSAL)
-        own = turn % KV
-        k = as_matrix(k_s.index(own))
-        v = as_matrix(v_s.index(own))
-        k_half = k.slice(W * HALF, HALF, 0)
-        v_half = v.slice(W * HALF, HALF, 0)
-        k_columns = k.slice(W * COLUMNS, COLUMNS, 1)
         dk = gl.zeros([HALF, D], gl.float32, layout=A_L)
         dv = gl.zeros([HALF, D], gl.float32, layout=A_L)
         zero = gl.zeros([HALF, BLOCK_M], gl.float32, layout=S_L)
-        zero_q = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=Q_L)
+        zero_q = gl.zeros([ROWS, COLUMNS], gl.float32, layout=Q_L)
         keys_at = tile * BLOCK_N + W * HALF
-        keys = keys_at + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_L))
-        now = filled & 1
-        mbarrier.wait(ds_empty.index(now), ((filled >> 1) & 1) ^ 1)
-        # "the turn before"
-        ds_s.index(now).slice(W * HALF, HALF, 0).store(gl.zeros([HALF, BLOCK_M], dtype, layout=S_L))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(now))
-        mbarrier.wait(kv_full.index(own), (turn // KV) & 1)
+        keys = keys_at + gl.arange(0, HALF, layout=gl.SliceLayout(1, R_L))
+        dq_row = (batch * heads + head) * gl.cdiv(length, 128) * (D // 2)  # of 256 values; see `backward`
+        mbarrier.wait(kv_full, turn & 1)
         for j in range(count):
             stage = (base + j) % ST
-            phase = ((base + j) // ST) & 1
-            now = (filled + j + 1) & 1
-            old = now ^ 1
+            now = (base + j) & 1
             q = as_matrix(q_s.index(stage))
             do = as_matrix(do_s.index(stage))
-            mbarrier.wait(q_full.index(stage), phase)
+            mbarrier.wait(full.index(stage), ((base + j) // ST) & 1)
             s_token = features_product(k_half, q, zero, D, DEPTH)
-            mbarrier.wait(do_full.index(stage), phase)
             dp_token = features_product(v_half, do, zero, D, DEPTH)
-            lse = lse_s.index(stage).reshape([BLOCK_M]).load(COLS)
-            s = warpgroup_mma_wait(1 if DEPTH == D else 2, [s_token])
-            p = gl.exp2(s * scale2 - gl.expand_dims(lse, 0))
-            if CAUSAL:
-                if j * BLOCK_M < BLOCK_N:  # a tile on the diagonal
-                    queries = (first + j) * BLOCK_M + gl.arange(0, BLOCK_M, layout=COLS)
-                    p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(queries, 0), p, 0.0)
-            else:
-                if (tile + 1) * BLOCK_N > length:  # keys behind the last position
+            for i in gl.static_range(BLOCK_M // ROWS):
+                lse = lse_s.index(stage).reshape([BLOCK_M]).slice(i * ROWS, ROWS, 0).load(COLS)
+                if i == 0:
+                    s = warpgroup_mma_wait(1 if DEPTH == D else 2, [s_token])
+                p = gl.exp2(part_of(s, i, R_L) * scale2 - gl.expand_dims(lse, 0))
+                if CAUSAL:
+                    if j * BLOCK_M < BLOCK_N:  # a tile on the diagonal
+                        queries = (first + j) * BLOCK_M + i * ROWS + gl.arange(0, ROWS, layout=COLS)
+                        p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(queries, 0), p, 0.0)
+                elif (tile + 1) * BLOCK_N > length:  # keys behind the last position
                     p = gl.where(gl.expand_dims(keys < length, 1), p, 0.0)
-            p_operand = gl.convert_layout(p.to(dtype), P_L)
-            delta = delta_s.index(stage).reshape([BLOCK_M]).load(COLS)
-            dp = warpgroup_mma_wait(0, [dp_token])
-            dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
-            ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-            mbarrier.wait(ds_empty.index(now), (((filled + j + 1) >> 1) & 1) ^ 1)
-            ds_s.index(now).slice(W * HALF, HALF, 0).store(ds)
+                delta = delta_s.index(stage).reshape([BLOCK_M]).slice(i * ROWS, ROWS, 0).load(COLS)
+                p_operand = gl.convert_layout(p.to(dtype), P_L)
+                dv = warpgroup_mma(p_operand, do.slice(i * ROWS, ROWS, 0), dv, is_async=True)
+                if i == 0:
+                    dp = warpgroup_mma_wait(1, [dp_token])
+                ds = (p * (part_of(dp, i, R_L) - gl.expand_dims(delta, 0))).to(dtype)
+                ds_s.index(now).slice(W * HALF, HALF, 0).slice(i * ROWS, ROWS, 1).store(ds)
+                dk = warpgroup_mma(gl.convert_layout(ds, P_L), q.slice(i * ROWS, ROWS, 0), dk, is_async=True)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(now))
-            dk_token = warpgroup_mma(gl.convert_layout(ds, P_L), q, dk, is_async=True)
-            mbarrier.wait(ds_full.index(old), ((filled + j) >> 1) & 1)
-            dq_token = warpgroup_mma(ds_s.index(old).permute((1, 0)), k_columns, zero_q, use_acc=False, is_async=True)
-            dv = warpgroup_mma_wait(2, [dv_token])
-            mbarrier.arrive(do_empty.index(stage))
-            dk = warpgroup_mma_wait(1, [dk_token])
-            mbarrier.arrive(q_empty.index(stage))
-            dq = warpgroup_mma_wait(0, [dq_token])
-            mbarrier.arrive(ds_empty.index(old))
-            # in the first turn it adds zeros: a row before the first would be an illegal instruction
-            add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + gl.maximum(j - 1, 0)) * BLOCK_M, W, COLUMNS)
-        last = (filled + count) & 1
-        mbarrier.wait(ds_full.index(last), ((filled + count) >> 1) & 1)
-        dq_token = warpgroup_mma(ds_s.index(last).permute((1, 0)), k_columns, zero_q, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, [dq_token])
-        mbarrier.arrive(ds_empty.index(last))
-        add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + count - 1) * BLOCK_M, W, COLUMNS)
-        tma.store_wait(0)
-        mbarrier.arrive(kv_done)  # both have read K: its buffer can take dK
-        mbarrier.wait(kv_done, turn & 1)
-        k_half.store((dk * scale).to(dtype))
-        v_half.store(dv.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dk_desc, [batch, head, keys_at, 0], k_s.index(own).slice(W * HALF, HALF, 2))
-        tma.async_copy_shared_to_global(dv_desc, [batch, head, keys_at, 0], v_s.index(own).slice(W * HALF, HALF, 2))
-        tma.store_wait(0)
-        mbarrier.arrive(kv_empty.index(own))
+            mbarrier.arrive(ds_full)
+            # the other warpgroup has read dS of two turns ago, which the next turn overwrites, when it arrives here
+            mbarrier.wait(ds_full, now)
+            dq_token = query_gradients(ds_s.index(now), k, zero_q, W)
+            dq, dv, dk = warpgroup_mma_wait(0, [dq_token, dv, dk])
+            mbarrier.arrive(empty.index(stage))
+            add_query_gradients(dq, dq_desc, dq_row + (first + j) * (BLOCK_M * D // 256), dq_s.index(W), W)
+        mbarrier.arrive(kv_empty)
+        store_tile(dk * scale, dk_desc, [batch, head, keys_at, 0], dq_s.index(W))
+        store_tile(dv, dv_desc, [batch, head, keys_at, 0], dq_s.index(W))
         base += count
-        filled += count + 1
         program = programs
-        if KV > 1:
+        if CLAIMS:
             program = learn(claims, turn)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["all_heads", "group"])
 def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, counter,
                               all_heads, heads, group, length, scale2, scale, BLOCK_M: gl.constexpr,
                               BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
-                              KV: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+                              CLAIMS: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
                              PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BN keys of one head; with a causal mask a group's first ones have most queries, and start first.
 
-    With two buffers of keys and values, programs claim one tile after the other, and load the next one meanwhile.
+    With CLAIMS programs claim one tile after the other, and load the next one while the last one's results leave.
     """
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     rings = (
-        buffers(ST, q_desc), buffers(ST, do_desc), buffers(KV, k_desc), buffers(KV, v_desc), buffers(ST, lse_desc),
-        buffers(ST, delta_desc), barriers(KV, 1), barriers(KV, 2), barriers(ST, 1), barriers(ST, 2), barriers(ST, 1),
-        barriers(ST, 2),
+        buffers(ST, q_desc), buffers(ST, do_desc), buffers(1, k_desc), buffers(1, v_desc), buffers(ST, lse_desc),
+        buffers(ST, delta_desc), barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(ST, 2), barriers(ST, 2),
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_L)
-    own_rings = (ds_s, buffers(2, dq_desc), barriers(2, 2), barriers(2, 2), barriers(1, 2).index(0))
+    own_rings = (ds_s, buffers(2, dq_desc), barriers(1, 2).index(0))
     claimed_s = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     claims = (counter, claimed_s, barriers(2, 1), barriers(2, 2))
     fence_async_shared()
@@ -476,11 +476,11 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
     gl.warp_specialize(
         [
             (backward_consumer, (dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, 0, BLOCK_M,
-                                 BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
+                                 BLOCK_N, D, DEPTH, ST, CLAIMS, CAUSAL)),
             (backward_consumer, (dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, 1, BLOCK_M,
-                                 BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
+                                 BLOCK_N, D, DEPTH, ST, CLAIMS, CAUSAL)),
             (backward_producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rings, claims, work, BLOCK_M,
-                                 BLOCK_N, ST, KV, CAUSAL)),
+                                 BLOCK_N, ST, CLAIMS, CAUSAL)),
         ],
         [4, 1], [REGISTERS, PRODUCER_REGISTERS],
     )
@@ -509,10 +509,10 @@ def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
 
 
-def row_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
-    """Pieces of `columns` values of a row of a float32 matrix."""
+def plain_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles of rows × columns of a float32 matrix, row after row in shared memory."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
 LAUNCHES: dict[tuple, tuple[Callable, list[TensorDescriptor], tuple]] = {}
@@ -530,8 +530,7 @@ def based_on(template: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
 class Tiles(NamedTuple):
     """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
 
-    `key_buffers`, of the backward pass: with two, one program a multiprocessor claims one tile of keys after the other,
-    and loads the next one meanwhile.
+    `claims`, of the backward pass: one program a multiprocessor claims one tile of keys after the other.
 
     Two warpgroups of consumers fill the multiprocessor's registers with a mean of 168, and half of them with 80; three
     fill them with 128; a single one fills half of them with 128, and a third with 80. Where several programs share a
@@ -543,7 +542,7 @@ class Tiles(NamedTuple):
     stages: int = 2
     registers: int = 240
     mean_registers: int = 168
-    key_buffers: int = 1
+    claims: bool = False
 
 
 def forward_tiles(size: int, length: int) -> Tiles:
@@ -560,9 +559,7 @@ def forward_tiles(size: int, length: int) -> Tiles:
 
 def backward_tiles(size: int) -> Tiles:
     """By measurement on the H200; `size` is a power of two."""
-    if size <= 32:
-        return Tiles(128, 128)
-    return Tiles(64, 128, key_buffers=2 if size == 64 else 1)
+    return Tiles(128, 128, claims=True) if size <= 64 else Tiles(64, 128)
 
 
 def portable_is_faster(q: Tensor, forward: bool) -> bool:
@@ -608,25 +605,26 @@ def backward(
     batch, heads, length, size = q.shape
     rows, block = lse.shape[-1], max(32, block_of(q))
     delta, scale = torch.empty_like(lse), 1 / math.sqrt(size)
-    sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
+    # for each 64 queries their features, or one half of these after the other: see `add_query_gradients`
+    sums = torch.empty(lse.numel() * block // 256, 256, device=q.device, dtype=torch.float32)
     counter = torch.empty(1, device=q.device, dtype=torch.int32)
     attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
-        operand(o), operand(do), delta, operand(sums), counter, heads, length, rows, size, block_of(q), 32
+        operand(o), operand(do), delta, sums, counter, heads, length, rows, size, block, 32
     )
-    m, n, stages, registers, mean, buffers = backward_tiles(block)
+    m, n, stages, registers, mean, claims = backward_tiles(block)
     programs = triton.cdiv(length, n) * batch * heads
-    if buffers > 1:
+    if claims:
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     attention_backward_kernel[(programs,)](
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
-        tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
-        tile_descriptor(sums, m, block // 2), tile_descriptor(dk, n // 2, block),
-        tile_descriptor(dv, n // 2, block), counter, batch * heads, heads,
+        tile_descriptor(v, n, block), plain_descriptor(lse.flatten(0, 1), 1, m),
+        plain_descriptor(delta.flatten(0, 1), 1, m), plain_descriptor(sums, block * m // 512, 256),
+        tile_descriptor(dk, n // 2, block), tile_descriptor(dv, n // 2, block), counter, batch * heads, heads,
         heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
-        depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        depth_of(size, block), stages, claims, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
-        operand(sums), operand(dq), operand(dk), angles or (lse, lse), heads, length, scale, size, block_of(q), 32,
-        angles is not None,
+        sums, operand(dq), operand(dk), angles or (lse, lse), heads, length, rows, scale, size, block, block * m // 128,
+        32, angles is not None,
     )  # fmt: skip
     return dq, dk, dv
