@@ -361,12 +361,12 @@ def add_query_gradients(dq, dq_desc, row, tile, W: gl.constexpr):
 
     In the order of registers: a warp's 16 rows after the other, then 8 columns, a thread, and its 2 rows × 2 columns.
     """
-    C: gl.constexpr = dq.shape[1]
-    flat = dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([C // 4, 256])
+    flat = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape(dq_desc.block_shape)
+    tile = tile._reinterpret(dq_desc.dtype, dq_desc.block_shape, dq_desc.layout)
     tma.store_wait(0)
     tile.store(flat)
     fence_async_shared()
-    tma_add(dq_desc, [row + W * (C // 4), 0], tile)
+    tma_add(dq_desc, [row + W * dq_desc.block_shape[0], 0], tile)
 
 
 @gluon.jit
@@ -468,7 +468,7 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
         buffers(ST, delta_desc), barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(ST, 2), barriers(ST, 2),
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_L)
-    own_rings = (ds_s, buffers(2, dq_desc), barriers(1, 2).index(0))
+    own_rings = (ds_s, buffers(2, q_desc), barriers(1, 2).index(0))  # tiles of dQ have as many bytes as those of q
     claimed_s = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     claims = (counter, claimed_s, barriers(2, 1), barriers(2, 2))
     fence_async_shared()
