@@ -190,7 +190,7 @@ def all_cases() -> list[BenchmarkCase]:
     muon = {"d_model": 768, "d_ff": 2048, "blocks": 12, "parameters": 84_934_656}
     return [
         *(attention_case(size, n, mode) for size in (64, 128) for mode in ("forward", "both") for n in LENGTHS),
-        *(BenchmarkCase(f"host-{kernel}-{mode}", "host", f"host time of an eager call of {kernel}, {passes}",
+        *(BenchmarkCase(f"host-{kernel}-{mode}", "host", f"host time of an eager call: {kernel}, {passes}",
                         "kernel_peers:host", {"mode": mode, "contestants": names})
           for kernel, names in (("attention", [CUDNN, FLASH, FA4, OUR_FLASH]), ("loss", []))
           for mode, passes in (("forward", "forward"), ("both", "forward + backward"))),

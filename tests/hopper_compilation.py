@@ -34,8 +34,9 @@ def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> dict:
         command = [PTXAS, "-v", "--gpu-name", "sm_90a", ptx, "-o", ptx.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     print(kernel.__name__)
-    few = 144 if "backward" in kernel.__name__ else 0  # registers of a thread that are spilled once or twice a tile
-    assert max(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= few, said
+    few = {64: 144, 128: 32}[arguments[0].block_shape[-1]]  # bytes of a thread, nearly all once for each tile of keys
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    assert spilled <= (few if "backward" in kernel.__name__ else 0), said
     assert "serialized" not in said, "matrix products wait for each other"
     assert made.metadata.shared <= 227 * 1024
     return {grid: None}  # what is kept of a launch

@@ -108,7 +108,7 @@ def test_a_new_run_makes_the_rows_that_the_tables_show():
     for row in shown:
         case = cases[row["row"]]
         assert (case.group, case.work, case.settings) == (row["group"], row["work"], row["settings"])
-        assert row["contestant"] in (case.settings.get("contestants") or [row["contestant"]])
+        assert row["contestant"] in (case.settings.get("contestants", [row["contestant"]]) or kernel_peers.losses(None))
 
 
 def test_hugging_face_has_the_weights_of_our_model():

@@ -323,7 +323,7 @@ def attention_prepare_kernel(o, do, delta, sums, counter, heads, T, lse_rows, SI
 @triton.jit
 def attention_finish_kernel(sums, dq, dk, angles, heads, T, lse_rows, scale, SIZE: tl.constexpr, D: tl.constexpr,
                             C: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
-    """dQ from sums as `hopper.add_query_gradients` leaves them; ROPE: dQ and dK are rotated back, dK in place."""
+    """dQ from sums as `hopper.add_query_gradients` leaves them, C features a part; ROPE: dQ and dK are rotated back."""
     blocks = tl.cdiv(T, ROWS)
     first = tl.program_id(0) % blocks * ROWS
     offs_m = first + tl.arange(0, ROWS)

@@ -7,7 +7,7 @@ one (section 3.2).
 
 Backward: a program has one tile of keys at a time. Two warpgroups of consumers keep dK and dV of half of it each in
 registers, while one producer warp copies the tiles of queries. The parts of dQ are added up in global memory, in
-float32, by TMA, in the order in which threads hold them, which no two of them store into one bank of shared memory.
+float32, by TMA, in the order in which threads hold them, so that no two threads store into one bank at once.
 
 A descriptor holds a tensor's address, shape and strides; one thread asks for a tile, the tensor memory accelerator
 (TMA) copies it into shared memory and tells a barrier. What lies outside of the tensor arrives as zeros and is not
@@ -53,7 +53,7 @@ TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: 
 ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD  # looked up here, so that another Gluon fails when it is imported
 
 ROWS = gl.constexpr(64)
-"""Queries of a warpgroup of consumers."""
+"""Queries of a warpgroup of consumers, in the backward pass of one step through scores and of a part of dQ."""
 
 PRODUCER_REGISTERS = 24
 """Of a thread: the producer hands the others to the consumers."""
@@ -347,7 +347,7 @@ def part_of(x, i: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def query_gradients(ds, k, zero, W: gl.constexpr):
-    """Starts dS K: of two times 64 queries those of this warpgroup, of 64 its half of the features."""
+    """Starts dS K of this warpgroup: of its own 64 of 128 queries, or its half of the features of 64."""
     if ds.shape[1] > ROWS:
         return warpgroup_mma(ds.slice(W * ROWS, ROWS, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
     else:
@@ -359,7 +359,7 @@ def query_gradients(ds, k, zero, W: gl.constexpr):
 def add_query_gradients(dq, dq_desc, row, tile, W: gl.constexpr):
     """Adds this warpgroup's part of a tile of dQ in global memory, once the copy before has left shared memory.
 
-    In the order of registers: a warp's 16 rows after the other, then 8 columns, a thread, and its 2 rows × 2 columns.
+    In the order of registers, slowest first: a warp's 16 rows, 8 columns, a thread, its 2 rows (8 apart), 2 columns.
     """
     flat = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape(dq_desc.block_shape)
     tile = tile._reinterpret(dq_desc.dtype, dq_desc.block_shape, dq_desc.layout)
@@ -404,7 +404,7 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work,
         zero_q = gl.zeros([ROWS, COLUMNS], gl.float32, layout=Q_L)
         keys_at = tile * BLOCK_N + W * HALF
         keys = keys_at + gl.arange(0, HALF, layout=gl.SliceLayout(1, R_L))
-        dq_row = (batch * heads + head) * gl.cdiv(length, 128) * (D // 2)  # of 256 values; see `backward`
+        dq_row = (batch * heads + head) * gl.cdiv(length, 128) * (D // 2)  # of 256 values each
         mbarrier.wait(kv_full, turn & 1)
         for j in range(count):
             stage = (base + j) % ST
@@ -435,7 +435,7 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work,
                 dk = warpgroup_mma(gl.convert_layout(ds, P_L), q.slice(i * ROWS, ROWS, 0), dk, is_async=True)
             fence_async_shared()
             mbarrier.arrive(ds_full)
-            # the other warpgroup has read dS of two turns ago, which the next turn overwrites, when it arrives here
+            # the other warpgroup arrives here after it has read the last turn's dS, which the next turn overwrites
             mbarrier.wait(ds_full, now)
             dq_token = query_gradients(ds_s.index(now), k, zero_q, W)
             dq, dv, dk = warpgroup_mma_wait(0, [dq_token, dv, dk])
@@ -468,7 +468,7 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
         buffers(ST, delta_desc), barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(ST, 2), barriers(ST, 2),
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_L)
-    own_rings = (ds_s, buffers(2, q_desc), barriers(1, 2).index(0))  # tiles of dQ have as many bytes as those of q
+    own_rings = (ds_s, buffers(2, q_desc), barriers(1, 2).index(0))  # a warpgroup's dQ has a q tile's bytes
     claimed_s = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     claims = (counter, claimed_s, barriers(2, 1), barriers(2, 2))
     fence_async_shared()
