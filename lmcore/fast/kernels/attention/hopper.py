@@ -373,7 +373,7 @@ def add_query_gradients(dq, dq_desc, row, tile, W: gl.constexpr):
 def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, W: gl.constexpr,
                       BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
                       ST: gl.constexpr, CLAIMS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Half of a tile of keys: its dK and dV stay in registers; dS goes through shared memory for dQ.
+    """Half of a tile of keys (Dao 2023, algorithm 2): its dK and dV stay in registers; dS goes to shared memory for dQ.
 
     Scores are those of a whole tile of queries; probabilities and dS, of 64 queries at a time, fit into registers.
     """
@@ -412,8 +412,8 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work,
             q = as_matrix(q_s.index(stage))
             do = as_matrix(do_s.index(stage))
             mbarrier.wait(full.index(stage), ((base + j) // ST) & 1)
-            s_token = features_product(k_half, q, zero, D, DEPTH)
-            dp_token = features_product(v_half, do, zero, D, DEPTH)
+            s_token = features_product(k_half, q, zero, D, DEPTH)  # K Qᵀ, scores transposed
+            dp_token = features_product(v_half, do, zero, D, DEPTH)  # V dOᵀ
             for i in gl.static_range(BLOCK_M // ROWS):
                 lse = lse_s.index(stage).reshape([BLOCK_M]).slice(i * ROWS, ROWS, 0).load(COLS)
                 if i == 0:
@@ -427,13 +427,13 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work,
                     p = gl.where(gl.expand_dims(keys < length, 1), p, 0.0)
                 delta = delta_s.index(stage).reshape([BLOCK_M]).slice(i * ROWS, ROWS, 0).load(COLS)
                 p_operand = gl.convert_layout(p.to(dtype), P_L)
-                dv = warpgroup_mma(p_operand, do.slice(i * ROWS, ROWS, 0), dv, is_async=True)
+                dv = warpgroup_mma(p_operand, do.slice(i * ROWS, ROWS, 0), dv, is_async=True)  # += Pᵀ dO
                 if i == 0:
                     dp = warpgroup_mma_wait(1, [dp_token])
                 ds = (p * (part_of(dp, i, R_L) - gl.expand_dims(delta, 0))).to(dtype)
                 ds_s.index(now).slice(W * HALF, HALF, 0).slice(i * ROWS, ROWS, 1).store(ds)
                 dk = warpgroup_mma(gl.convert_layout(ds, P_L), q.slice(i * ROWS, ROWS, 0), dk, is_async=True)
-            fence_async_shared()
+            fence_async_shared()  # products read what the threads have stored
             mbarrier.arrive(ds_full)
             # the other warpgroup arrives here after it has read the last turn's dS, which the next turn overwrites
             mbarrier.wait(ds_full, now)
